@@ -12,7 +12,7 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +23,7 @@ OTHER_MESSAGES = {"inform": "Log lines", "warn": "Warnings"}
 COMMANDS = ("plan", "simulate", "layouts", "inspect", "convert", "doctor")
 EXPORTING = ("lightning_fxpipe", "lightning_fxpipe.simulation", "lightning_fxpipe.pictures")
 # "- Memory and speed: ``compile``, ...", over one line or several.
-_GROUP = re.compile(r"^ *- ([^:`]+): ((?:``\w+``[,\s]*)+)", re.MULTILINE)
+_GROUP = re.compile(r"^ *- ([^:`]+): (``\w+``(?:,\s+``\w+``)*)", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -40,12 +40,14 @@ def home() -> str:
 
 def options() -> str:
     """The signature and docstring of ``FxPipeStrategy``, in the groups that the docstring lists."""
-    import docstring_parser
-
     from lightning_fxpipe import FxPipeStrategy
 
-    text = FxPipeStrategy.__doc__ or next(kind.__doc__ for kind in FxPipeStrategy.__mro__ if kind.__doc__) or ""
-    parameters = inspect.signature(FxPipeStrategy).parameters
+    return _tables_of_options(inspect.getdoc(FxPipeStrategy) or "", inspect.signature(FxPipeStrategy).parameters)
+
+
+def _tables_of_options(text: str, parameters: Mapping[str, inspect.Parameter]) -> str:
+    import docstring_parser
+
     described = docstring_parser.parse(text).params
     meanings = {each.arg_name: " ".join((each.description or "").split()) for each in described}
     groups = {title: re.findall(r"``(\w+)``", names) for title, names in _GROUP.findall(text.partition("Args:")[0])}

@@ -47,6 +47,32 @@ def test_every_option_is_described_once(hooks: Any) -> None:
     assert sorted(name for name, _ in rows) == sorted(inspect.signature(FxPipeStrategy).parameters)
 
 
+def test_options_are_in_the_groups_of_the_docstring(hooks: Any) -> None:
+    def strategy(a: int = 1, b: str = "x", c: bool = False) -> None:
+        """Trains.
+
+        - Cuts: ``b``,
+          ``a``
+        - Loss: ``c``
+
+        Args:
+            a: First.
+            b: Second ``"x"`` or
+                third.
+            c: Last.
+        """
+
+    page = hooks._tables_of_options(inspect.getdoc(strategy), inspect.signature(strategy).parameters)
+    lines = [line for line in page.splitlines() if line and not line.startswith(("| Option", "|---"))]
+    assert lines == [
+        "## Cuts",
+        "| `b` | Second `\"x\"` or third. | `'x'` |",
+        "| `a` | First. | `1` |",
+        "## Loss",
+        "| `c` | Last. | `False` |",
+    ]
+
+
 def test_every_export_is_on_the_page_of_the_python_api(hooks: Any) -> None:
     named = set(re.findall(r"^::: lightning_fxpipe\.(\w+)$", hooks.python_api(), flags=re.MULTILINE))
     assert named >= set(lightning_fxpipe.__all__)
