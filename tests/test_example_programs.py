@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -89,6 +90,20 @@ def test_fine_tuning_gives_the_loss_of_one_device_and_a_model_to_load(tmp_path: 
     assert losses[1] == losses[2]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert sum(parameter.numel() for parameter in saved.parameters()) > 100_000
+
+
+def test_the_slurm_script_requests_the_devices_that_its_config_uses() -> None:
+    script = (EXAMPLES / "slurm" / "train.sbatch").read_text()
+    requested = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", script, flags=re.MULTILINE))
+    (command,) = re.findall(r"^srun python (.*)$", script, flags=re.MULTILINE)
+    run = subprocess.run(
+        [sys.executable, *command.split(), "--print_config"], cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    trainer = yaml.safe_load(run.stdout)["trainer"]
+    assert trainer["strategy"] == "fxpipe"
+    assert (trainer["num_nodes"], trainer["devices"]) == (int(requested["nodes"]), int(requested["ntasks-per-node"]))
+    assert requested["gpus-per-node"] == requested["ntasks-per-node"]
 
 
 @pytest.mark.slow
