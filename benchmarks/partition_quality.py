@@ -2,7 +2,7 @@
 
     python benchmarks/partition_quality.py                            # all models, 2, 4 and 8 stages; a minute
     python benchmarks/partition_quality.py --models gpt2 unet --stages 2
-    python benchmarks/partition_quality.py --write docs/planning.md   # puts the table into that page
+    python benchmarks/partition_quality.py --write docs/explanation/planning.md   # puts the table there
 
 The models are made on the meta device, and nothing is downloaded (partition_models.py). Each number is the parameters of the
 heaviest stage over a bound that no cuts can be below: the mean of the stages, or the largest layer.
