@@ -4,8 +4,9 @@ A scenario gets a folder, asserts what Lightning promises, and returns what must
 :func:`default_strategy` makes ``Trainer()`` take one.
 
 Different, documented in docs/reference/lightning.md, and in no scenario: ``train_dataloader`` and the batch transfer hooks run
-once more before the first step; ``inference_mode`` becomes ``no_grad`` with gloo; a training step that never calls the model is refused, and so are StochasticWeightAveraging, ModelPruning,
-BatchSizeFinder, ``dataloader_iter`` and ``val_check_interval`` as a time.
+once more before the first step; ``inference_mode`` becomes ``no_grad`` with gloo; a training step that never
+calls the model is refused, and so are StochasticWeightAveraging, ModelPruning, BatchSizeFinder,
+``dataloader_iter`` and ``val_check_interval`` as a time.
 """
 
 from __future__ import annotations
