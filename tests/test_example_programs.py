@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+BENCHMARKS = EXAMPLES.parent / "benchmarks"
 
 TINY = [
     *("--model.dim=16", "--model.num_layers=2", "--model.num_heads=2", "--model.context=16"),
@@ -76,10 +80,36 @@ def test_the_program_ends_well_with_what_a_newcomer_tries(tmp_path: Path, flags:
     assert "Traceback" not in train(tmp_path, subcommand, "lm_fxpipe.yaml", *rest)
 
 
+def test_fine_tuning_gives_the_loss_of_one_device_and_a_model_to_load(tmp_path: Path) -> None:
+    losses = {}
+    for devices in (1, 2):
+        command = [sys.executable, EXAMPLES / "hf_finetune.py", "--steps=3", f"--devices={devices}", "--output=saved"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+        (losses[devices],) = re.findall(r"Loss after 3 steps: ([\d.]+)", run.stdout)
+    assert losses[1] == losses[2]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert sum(parameter.numel() for parameter in saved.parameters()) > 100_000
+
+
+def test_the_slurm_script_requests_the_devices_that_its_config_uses() -> None:
+    script = (EXAMPLES / "slurm" / "train.sbatch").read_text()
+    requested = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", script, flags=re.MULTILINE))
+    (command,) = re.findall(r"^srun python (.*)$", script, flags=re.MULTILINE)
+    run = subprocess.run(
+        [sys.executable, *command.split(), "--print_config"], cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    trainer = yaml.safe_load(run.stdout)["trainer"]
+    assert trainer["strategy"] == "fxpipe"
+    assert (trainer["num_nodes"], trainer["devices"]) == (int(requested["nodes"]), int(requested["ntasks-per-node"]))
+    assert requested["gpus-per-node"] == requested["ntasks-per-node"]
+
+
 @pytest.mark.slow
 def test_the_step_time_benchmark_compares_equal_work(tmp_path: Path) -> None:
     sizes = ["--dim=16", "--num-layers=2", "--num-heads=2", "--context=8", "--batch-size=4", "--microbatches=2"]
-    command = [sys.executable, EXAMPLES / "benchmarks" / "step_time.py", *sizes, "--rounds=1", "--steps=2"]
+    command = [sys.executable, BENCHMARKS / "step_time.py", *sizes, "--rounds=1", "--steps=2"]
     run = subprocess.run([*command, f"--output={tmp_path / 'out.json'}"], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     losses = json.loads((tmp_path / "out.json").read_text())["losses"]
@@ -90,7 +120,7 @@ def test_the_step_time_benchmark_compares_equal_work(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_start_time_benchmark_takes_both_to_their_first_step() -> None:
-    command = [sys.executable, EXAMPLES / "benchmarks" / "start_time.py", "--layers=2", "--dim=16", "--rounds=1"]
+    command = [sys.executable, BENCHMARKS / "start_time.py", "--layers=2", "--dim=16", "--rounds=1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     (ddp,), (fxpipe,) = ([line for line in run.stdout.splitlines() if line.split()[:1] == [name]] for name in ("ddp", "fxpipe"))
@@ -99,7 +129,7 @@ def test_the_start_time_benchmark_takes_both_to_their_first_step() -> None:
 
 @pytest.mark.slow
 def test_the_planning_benchmark_plans_each_size() -> None:
-    command = [sys.executable, EXAMPLES / "benchmarks" / "plan_time.py", "--layers", "2", "6", "--stages", "2", "3"]
+    command = [sys.executable, BENCHMARKS / "plan_time.py", "--layers", "2", "6", "--stages", "2", "3"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split()[:2] for line in run.stdout.splitlines() if line.split() and line.split()[0].isdecimal()]
@@ -110,7 +140,7 @@ def test_the_planning_benchmark_plans_each_size() -> None:
 def test_the_benchmark_of_cuts_compares_them(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Before\n\n```text\n```\n\nafter\n")
-    command = [sys.executable, EXAMPLES / "benchmarks" / "partition_quality.py", "--models", "resnet", "--stages", "2", "3"]
+    command = [sys.executable, BENCHMARKS / "partition_quality.py", "--models", "resnet", "--stages", "2", "3"]
     run = subprocess.run([*command, "--write", page], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["ResNet-50"]]
@@ -123,7 +153,7 @@ def test_the_benchmark_of_cuts_compares_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_of_replicas_compares_them_with_ddp() -> None:
-    command = [sys.executable, EXAMPLES / "benchmarks" / "replicas_time.py", "--sizes", "tiny", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / "replicas_time.py", "--sizes", "tiny", "--rounds", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["tiny"]]
@@ -133,7 +163,7 @@ def test_the_benchmark_of_replicas_compares_them_with_ddp() -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_of_simulated_steps_compares_four_schedules() -> None:
-    command = [sys.executable, EXAMPLES / "benchmarks" / "simulated_time.py", "--sizes", "small", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / "simulated_time.py", "--sizes", "small", "--rounds", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["small"]]
@@ -145,7 +175,7 @@ def test_the_benchmark_of_simulated_steps_compares_four_schedules() -> None:
 @pytest.mark.slow
 def test_the_benchmark_of_skips_compares_two_ways() -> None:
     sizes = ["--width=4", "--side=16", "--batch-size=4", "--microbatches=2", "--steps=2", "--rounds=1"]
-    command = [sys.executable, EXAMPLES / "benchmarks" / "skips_time.py", *sizes]
+    command = [sys.executable, BENCHMARKS / "skips_time.py", *sizes]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     (passed_on,) = (line.split() for line in run.stdout.splitlines() if line.split()[:2] == ["from", "stage"])
@@ -157,7 +187,7 @@ def test_the_benchmark_of_skips_compares_two_ways() -> None:
 @pytest.mark.slow
 def test_the_benchmark_of_schedules_compares_them() -> None:
     sizes = ["--dim=16", "--num-layers=4", "--num-heads=2", "--context=8", "--batch-size=8", "--microbatches=4"]
-    command = [sys.executable, EXAMPLES / "benchmarks" / "schedule_time.py", *sizes, "--steps=2", "--rounds=1"]
+    command = [sys.executable, BENCHMARKS / "schedule_time.py", *sizes, "--steps=2", "--rounds=1"]
     run = subprocess.run([*command, "--schedules", "gpipe", "zb_h1", "v_half"], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = {line.split()[0]: line.split() for line in run.stdout.splitlines() if line.split()[:1]}
@@ -167,7 +197,7 @@ def test_the_benchmark_of_schedules_compares_them() -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_of_what_is_chosen_compares_it() -> None:
-    command = [sys.executable, EXAMPLES / "benchmarks" / "chosen_time.py", "--size=tiny", "--rounds=1"]
+    command = [sys.executable, BENCHMARKS / "chosen_time.py", "--size=tiny", "--rounds=1"]
     run = subprocess.run([*command, "--candidates", "auto", "1f1b 4"], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = {line.split()[0]: line.split() for line in run.stdout.splitlines() if line.split()[:1]}
@@ -177,20 +207,20 @@ def test_the_benchmark_of_what_is_chosen_compares_it() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_what_is_foretold_compares_it_with_what_is_measured() -> None:
-    command = [sys.executable, EXAMPLES / "benchmarks" / "foretold_time.py", "--sizes", "small", "--rounds=1", "--steps=3"]
+def test_the_benchmark_of_predictions_compares_them_with_measured_steps() -> None:
+    command = [sys.executable, BENCHMARKS / "predicted_time.py", "--sizes", "small", "--rounds=1", "--steps=3"]
     run = subprocess.run([*command, "--schedules", "gpipe", "zb_h1"], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["small"]]
     assert [row[1] for row in rows] == ["gpipe", "zb_h1"]
-    for _, _, foretold, measured, *_ in rows:
-        assert 0 < float(foretold) < 10 * float(measured)
+    for _, _, predicted, measured, *_ in rows:
+        assert 0 < float(predicted) < 10 * float(measured)
 
 
 @pytest.mark.slow
 def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
     sizes = ["--stages=2", "--microbatches=2", "--warmup-steps=2", "--steps=3"]
-    command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes]
+    command = [sys.executable, BENCHMARKS / "overhead.py", *sizes]
     run = subprocess.run([*command, f"--output={tmp_path / 'out.json'}"], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "The strategy, all parts" in run.stdout
@@ -212,7 +242,7 @@ def test_the_benchmark_on_one_device_does_the_same_work_with_every_candidate() -
         "--counted-steps=1",
         "--rounds=1",
     ]
-    command = [sys.executable, EXAMPLES / "benchmarks" / "gpu_time.py", *sizes]
+    command = [sys.executable, BENCHMARKS / "gpu_time.py", *sizes]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines() if " (" in line and "Work(" not in line]

@@ -1,4 +1,4 @@
-"""What docs/pictures.md shows is what the commands and its Python make."""
+"""The commands and the Python of docs/how-to/pictures.md make the files that it shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lightning_fxpipe import __main__ as command_line
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "pictures.md").read_text(encoding="utf-8")
+PATH = ROOT / "docs" / "how-to" / "pictures.md"
+PAGE = PATH.read_text(encoding="utf-8")
 MOST_BYTES = 150_000
 
 
@@ -29,14 +30,14 @@ def test_the_command_saves_its_three_files(
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert command_line.main(shlex.split(blocks("bash")[0])[3:]) == 0
+    assert command_line.main(shlex.split(blocks("bash")[0])[1:]) == 0
     assert capsys.readouterr().out.endswith("\n\nSaved to step.html\nSaved to step.png\nSaved to step.json\n")
     assert {path.name for path in tmp_path.iterdir()} == {"examples", "step.html", "step.png", "step.json"}
 
 
 def test_the_python_saves_its_three_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(blocks("python")[0], "docs/pictures.md", "exec"), {})
+    exec(compile(blocks("python")[0], "docs/how-to/pictures.md", "exec"), {})
     assert {path.name for path in tmp_path.iterdir()} == {"steps.html", "steps.svg", "steps.json"}
 
 
@@ -44,5 +45,6 @@ def test_its_pictures_are_there_and_said_to_be_made_by_a_command() -> None:
     shown = re.findall(r"!\[.*?\]\((.*?)\)", PAGE)
     assert len(shown) == 2
     for name in shown:
-        assert 10_000 < (ROOT / "docs" / name).stat().st_size < MOST_BYTES
-        assert f"docs/{name}" in blocks("bash")[1]
+        picture = (PATH.parent / name).resolve()
+        assert 10_000 < picture.stat().st_size < MOST_BYTES
+        assert picture.relative_to(ROOT.resolve()).as_posix() in blocks("bash")[1]

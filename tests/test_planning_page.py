@@ -1,4 +1,4 @@
-"""What docs/planning.md shows is what its script prints, and what it says of the numbers is true."""
+"""The table of docs/explanation/planning.md is the output of its script, and the statements about it hold."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import pytest
 from lightning_fxpipe.planner import partition
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "benchmarks" / "partition_quality.py"
-(TABLE,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+SCRIPT = ROOT / "benchmarks" / "partition_quality.py"
+(TABLE,) = re.findall(
+    r"```text\n(.*?)```", (ROOT / "docs" / "explanation" / "planning.md").read_text(encoding="utf-8"), flags=re.DOTALL
+)
 ROWS = [(line[:14].strip(), *line[14:].split()) for line in TABLE.splitlines() if re.search(r"\d\.\d{3}", line)]
 
 

@@ -1,27 +1,44 @@
-"""README's claims are run: its Python blocks as a user would run them, its table as the command prints it."""
+"""README's claims are run: its diff, its commands and its plan, and the script of the quick start."""
 
 from __future__ import annotations
 
+import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe import __main__ as command_line
-from lightning_fxpipe.strategy import strategy
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+QUICK_START = (ROOT / "docs" / "start" / "quickstart.md").read_text(encoding="utf-8")
+MOST_LINES = 150
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
-def test_the_ten_lines_run_as_a_script_on_two_processes(tmp_path: Path) -> None:
-    script, planning = blocks("python")
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_the_diff_makes_a_trainer_with_a_pipeline() -> None:
+    (diff,) = blocks("diff")
+    names: dict[str, Any] = {}
+    exec("import lightning as L\n" + "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+")), names)
+    assert isinstance(names["trainer"].strategy, FxPipeStrategy)
+    assert names["trainer"].num_devices == 1  # one replica
+
+
+def test_the_quick_start_runs_as_a_script_on_two_processes(tmp_path: Path) -> None:
+    script, planning = blocks("python", QUICK_START)
     (tmp_path / "script.py").write_text(script)
     run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -33,17 +50,25 @@ def test_the_ten_lines_run_as_a_script_on_two_processes(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").exists()
 
 
-def test_the_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_plan_is_what_its_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert command_line.main(["plan", "--config", "examples/configs/lm_fxpipe.yaml", "--num-stages", "3"]) == 0
-    assert capsys.readouterr().out.strip() == blocks("text")[0].strip()
+    commands = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    (arguments,) = (arguments for program, *arguments in commands if program == "fxpipe" and arguments[0] == "plan")
+    assert command_line.main(arguments) == 0
+    (plan,) = blocks("text")
+    assert capsys.readouterr().out.strip() == plan.strip()
 
 
-def test_every_option_is_in_the_table() -> None:
-    import inspect
+def test_its_options_are_options() -> None:
+    documented = set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+    assert len(documented) == 6
+    assert documented <= set(inspect.signature(FxPipeStrategy).parameters)
 
-    documented = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
-    assert documented == list(inspect.signature(strategy.FxPipeStrategy).parameters)
+
+def test_its_links_lead_to_files() -> None:
+    targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^):]+)\)", README)}
+    assert len(targets) > 15
+    assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
 def test_ci_runs_the_test_command() -> None:

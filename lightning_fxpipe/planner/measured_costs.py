@@ -131,8 +131,8 @@ class _Measurement:
             begin = time.perf_counter()
             while len(runs) <= 3 or (len(runs) <= _NUM_RUNS and time.perf_counter() - begin < _MAX_SECONDS):
                 runs.append(self._run(unit, values, weights))
-        # Not the shortest: whatever else the machine does makes steps longer, too (docs/simulation.md). Nor the mean: one pause
-        # of the machine would count for every unit that is like this one.
+        # The median: the shortest run ignores load that also slows steps (docs/explanation/simulation.md), and with the mean
+        # one pause of the machine would count for every similar unit.
         return UnitSeconds(*(statistics.median(run[part] for run in runs[1:]) for part in range(3)))
 
     def _run(self, unit: Unit, given: Mapping[fx.Node, Any], weights: Sequence[Tensor]) -> tuple[float, float, float]:

@@ -18,11 +18,11 @@ from lightning_fxpipe.simulation.by_name import table_of
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 from lightning_fxpipe.simulation.simulator import run_table
 
-# Of each action of the runtime: Python, and what starts a message (examples/benchmarks/overhead.py, a tiny GPT).
+# Of each action of the runtime: Python, and what starts a message (benchmarks/overhead.py, a tiny GPT).
 OVERHEAD = Overhead(action_seconds=1.2e-3)
 # Messages between processes of a machine: through its memory, or over NVLink or PCIe.
 _LINKS = {"cpu": Link(latency_seconds=2e-4, bytes_per_second=2e9), "cuda": Link(latency_seconds=2e-5, bytes_per_second=2e10)}
-# The two halves of a backward take so much longer than the whole (docs/schedules.md: zb_h1 beside 1f1b).
+# The two halves of a backward take so much longer than the whole (docs/reference/schedules.md: zb_h1 beside 1f1b).
 _SPLIT_SHARE = 0.05
 _WHOLE_BACKWARDS = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
 _NANOSECONDS = 1e9

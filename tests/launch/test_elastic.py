@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-# As docs/replicas.md has it; of torchrun's variables, the processes of this host, and the hosts that there are now.
+# As docs/how-to/replicas.md has it; of torchrun's variables, the processes of this host, and the hosts that there are now.
 SCRIPT = """
 import json, os, sys, time
 import lightning as L, torch

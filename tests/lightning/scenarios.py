@@ -3,10 +3,10 @@
 A scenario gets a folder, asserts what Lightning promises, and returns what must be the same. It knows nothing of a strategy:
 :func:`default_strategy` makes ``Trainer()`` take one.
 
-Different, and documented in docs/lightning.md, so in no scenario: ``train_dataloader`` and the batch transfer hooks run once
-more before the first step; ``inference_mode`` becomes ``no_grad`` with
-gloo; a training step that never calls the model is refused, and so are StochasticWeightAveraging, ModelPruning,
-BatchSizeFinder, ``dataloader_iter`` and ``val_check_interval`` as a time.
+Different, documented in docs/reference/lightning.md, and in no scenario: ``train_dataloader`` and the batch transfer hooks run
+once more before the first step; ``inference_mode`` becomes ``no_grad`` with gloo; a training step that never
+calls the model is refused, and so are StochasticWeightAveraging, ModelPruning, BatchSizeFinder,
+``dataloader_iter`` and ``val_check_interval`` as a time.
 """
 
 from __future__ import annotations

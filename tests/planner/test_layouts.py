@@ -145,10 +145,15 @@ def test_the_plan_for_replicas_that_share_out_the_optimizer_is_the_one_that_was_
     for shares_out, kept in ((False, 2.0), (True, 1.0)):
         options: dict[str, Any] = {"device": SLOW, "schedules": ["gpipe"], "balance": "memory", "num_microbatches": 1}
         expected = simulate_plan(Net(), tokens, num_stages=2, optimizer_bytes_per_byte=kept, **options)
-        kind: Any = "shard" if shares_out else "replicate"
         given = expected.plan  # so that pipelines of two devices are the fastest
         found = compare_layouts(
-            Net(), tokens, num_devices=4, data_parallel=kind, replica_link=Link(bytes_per_second=1e4), plan=given, **options
+            Net(),
+            tokens,
+            num_devices=4,
+            shard_optimizer_state=shares_out,
+            replica_link=Link(bytes_per_second=1e4),
+            plan=given,
+            **options,
         )
         layout = next(layout for layout in found.layouts if layout.num_ranks == 2)
         assert layout.chosen.peak_bytes == max(expected.simulations["gpipe"].peak_bytes)

@@ -194,8 +194,8 @@ def _do_all(module: str, names: Sequence[str], folder: str, stages: int) -> list
 
 
 def documented(heading: str) -> dict[str, str]:
-    """The rows of a table in docs/lightning.md: names and verdicts."""
-    text = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
+    """The rows of a table in docs/reference/lightning.md: names and verdicts."""
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "lightning.md").read_text(encoding="utf-8")
     table = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", table, re.MULTILINE))
 

@@ -32,7 +32,7 @@ Ranks = Callable[[int], RankPool]
 
 def traces(trainer: L.Trainer, module: Any, folder: Path) -> Any:
     (callback,) = (c for c in trainer.callbacks if isinstance(c, TraceCallback))
-    # Dataloaders are made before the first hook of a run, of the batch that the plan is made from (docs/lightning.md).
+    # Dataloaders are made before a run's first hook, for the batch that is planned with (docs/reference/lightning.md).
     traces = (*callback.trace, *type(module).trace)
     events = [vars(event) for event in traces if not event.name.endswith("_dataloader")]
     # As with every strategy, one process for each machine prepares data. The plan is made from the first batch, which is asked

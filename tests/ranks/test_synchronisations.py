@@ -1,4 +1,4 @@
-"""How often a training step makes the host wait for its device; docs/performance.md has the table."""
+"""How often a training step makes the host wait for its device; docs/benchmarks.md has the table."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import json
 from pathlib import Path
@@ -14,7 +13,6 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from docs.generate import option_groups
 from lightning_fxpipe import FxPipeStrategy, make_plan
 from lightning_fxpipe.schedules.own_table import schedule_of_table
 from lightning_fxpipe.simulation import ActionTable
@@ -176,12 +174,3 @@ def test_the_help_explains_every_option() -> None:
         "A custom schedule is",
     ):
         assert words in text
-
-
-def test_each_option_is_in_one_group_in_the_order_of_the_signature() -> None:
-    groups = option_groups()
-    options = [option for group in groups.values() for option in group]
-    parameters = inspect.signature(FxPipeStrategy).parameters
-    assert [(name, default) for name, _, default in options] == [(one.name, one.default) for one in parameters.values()]
-    assert all(meaning[0].isupper() and meaning.endswith(".") for _, meaning, _ in options)
-    assert [*groups][:2] == ["Stages and cuts", "Schedule and microbatches"]

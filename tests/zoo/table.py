@@ -1,4 +1,4 @@
-"""Writes ``docs/zoo.md``: what each model of the zoo becomes in four stages. ``python -m tests.zoo.table``"""
+"""Writes ``docs/reference/zoo.md``: the verdict on each model of the zoo. ``python -m tests.zoo.table``"""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from tests.zoo.entry import Entry
 from tests.zoo.harness import SIZES, Traces, check
 from tests.zoo.models import ENTRIES
 
-TARGET = Path(__file__).parents[2] / "docs" / "zoo.md"
-HEAD = f"""# Models that are checked
+TARGET = Path(__file__).parents[2] / "docs" / "reference" / "zoo.md"
+HEAD = f"""# Test models
 
 Each model is cut into two and four stages, which run one after another on separate copies, in training and in evaluation,
 with {", ".join(map(str, SIZES[:-1]))} and {SIZES[-1]} samples. Loss, results, every gradient and every buffer must equal those
 of the whole model. The models are tiny; `tests/zoo` has them all. Written by `python -m tests.zoo.table`.
 
-*Nodes* and what follows are those of the most stages. *Balance* is the heaviest stage over the ideal one, in parameters.
-*Bytes* cross the boundaries for one microbatch of {SIZES[0]}, all results included (a key-value cache too).
+*Nodes* and the columns to its right refer to the largest number of stages. *Balance* is the parameters of the heaviest stage
+over those of the ideal one. *Bytes* cross the boundaries for one microbatch of {SIZES[0]}, all results included (a key-value
+cache as well).
 
 | Model | Stages | Nodes | Trace s | Balance | Bytes | Verdict |
 |---|---|---|---|---|---|---|

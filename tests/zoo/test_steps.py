@@ -42,7 +42,7 @@ class Wrong:
 
 # The verdicts that differ from "equal to one device", by case, or by case and number of microbatches.
 NO_SUM_OF_MICROBATCHES = Refused("1F1B cannot train this loss", late=True)
-OWN_DRAWS = Wrong("with several microbatches each stage draws its own dropout, as the README says")
+OWN_DRAWS = Wrong("with several microbatches each stage draws its own dropout, as docs/explanation/tracing.md says")
 EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     # one call
     # several calls
