@@ -5,6 +5,8 @@ python examples/train_lm.py fit --config examples/configs/lm_fxpipe.yaml
 
 from __future__ import annotations
 
+import time
+
 import torch
 from byte_lm import ByteGPT, TextData
 from lightning.pytorch.cli import LightningCLI
@@ -18,6 +20,7 @@ class BaselineCLI(LightningCLI):
 
     def before_fit(self) -> None:
         self.datamodule.setup("fit")
+        self.start = time.monotonic()
         self.bigram_loss = self.datamodule.bigram_loss()
         rank_zero_info(f"Bigram baseline on the validation bytes: {self.bigram_loss:.3f} nats per byte")
 
@@ -25,6 +28,10 @@ class BaselineCLI(LightningCLI):
         if "val_loss" not in self.trainer.callback_metrics:  # max_steps ended the run before, or limit_val_batches is 0
             rank_zero_info("No validation has run to its end, so there is no loss to compare with the bigram baseline.")
             return
+        rank_zero_info(
+            f"Trained {self.trainer.global_step} steps with {type(self.trainer.strategy).__name__} "
+            f"on {self.trainer.num_devices} devices in {time.monotonic() - self.start:.0f} s, planning included."
+        )
         val_loss = float(self.trainer.callback_metrics["val_loss"])
         rank_zero_info(
             f"Validation loss {val_loss:.3f} nats per byte, bigram baseline {self.bigram_loss:.3f}: "

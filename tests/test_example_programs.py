@@ -41,6 +41,7 @@ def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str)
     printed = train(tmp_path, "fit", config)
     assert "Pipeline of model" in printed
     assert "Bigram baseline" in printed
+    assert "Trained 3 steps with FxPipeStrategy on 2 devices" in printed
     folder = tmp_path / "lightning_logs" / "byte_lm" / "version_0"
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
