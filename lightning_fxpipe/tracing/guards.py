@@ -41,6 +41,9 @@ class StepWatch(Protocol):
     def has_set_by_now(self) -> bool:
         """True where that code runs, and has set something since the region began."""
 
+    def note_write(self) -> None:
+        """Recorded code is about to set an attribute of a module."""
+
     def is_for_another(self, module: nn.Module) -> bool:
         """True where the forward of a module runs, and sets what another module has."""
 
@@ -158,9 +161,10 @@ def noted_guards(
         if watch is not None:
             watch.note_write(module, name)
         path = paths.get(id(module))
-        is_known = path is not None and name in vars(module) and is_recording()
-        if is_known and between is not None and between.is_for_another(module):
-            note((path, name), vars(module)[name])  # it is not set again in a stage
+        if between is not None and path is not None and is_recording():
+            between.note_write()
+            if name in vars(module) and between.is_for_another(module):
+                note((path, name), vars(module)[name])  # it is not set again in a stage
         set_attribute(module, name, value)
 
     patches = (nn.Module, "__getattribute__", read), (nn.Module, "__setattr__", write)

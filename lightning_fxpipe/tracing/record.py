@@ -106,7 +106,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def begin(self) -> None:
         """Called before user code runs: that of the region, here."""
         self._settings.begin_region()
-        self.between.note_region_begin()
 
     # ------------------------------------------------------------------ torch calls
 

@@ -57,18 +57,27 @@ class SetBetween:
         self._root, self._before, self._pause = root, before, pause
         self._read_at_begin: Mapping[GuardKey, Any] = {}  # globals that the step's code may read
         self._after_call: Mapping[Path, Difference] = {}
+        self._is_written = False  # an attribute, by a forward, since the last call
         self._set: set[Path] = set()
 
     @contextmanager
     def call(self, module: nn.Module, arguments: Any) -> Iterator[None]:
         """The block calls a whole module. Raises :class:`RecordError` where something was set for it."""
         # Modules of torch's own read their attributes, and change no others.
-        is_own = any(is_users(type(each)) for each in modules_inside(module).values())
-        if (is_own or self._before.has_changed(module)) and (name := self.reaching(module, arguments)) is not None:
+        is_users_own = self.is_step() and any(is_users(type(each)) for each in modules_inside(module).values())
+        is_compared = is_users_own or (self.is_step() and self._before.has_changed(module))
+        is_compared = is_compared or self._is_written or bool(self._set)
+        if is_compared and (name := self.reaching(module, arguments)) is not None:
             raise RecordError(f"{name} is set between calls of the model, for the later one")
         yield
-        if is_own:
+        if is_compared:
             self.note_call_end()
+
+    def note_write(self) -> None:
+        """Recorded code is about to set an attribute of a module: what has changed before is not its doing."""
+        if not self._is_written and not self.is_step():
+            self.note_call_end()
+            self._is_written = True
 
     def note_begin(self, function: Any) -> None:
         """The step, which is ``function``, makes the first call of the region."""
@@ -82,7 +91,7 @@ class SetBetween:
 
     def note_call_end(self) -> None:
         """A call has ended: what has changed by now is not the doing of the code between."""
-        self._after_call = self._plain()
+        self._after_call, self._is_written = self._plain(), False
 
     def without_set(self, guards: Mapping[GuardKey, Any]) -> Mapping[GuardKey, Any]:
         """Returns guards of globals, at the region's end, but for those that the step has set since it began."""

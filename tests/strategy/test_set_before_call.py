@@ -338,6 +338,7 @@ class SetsInside(nn.Module):
         super().__init__()
         self.holder, self.number, self.drop = holder, 0.5, nn.Dropout(0.0)
         self.first, self.second, self.third = Block(), Block(), Block()
+        self.inner = nn.Sequential(nn.Linear(6, 6), Block())
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -358,6 +359,9 @@ class SetsInside(nn.Module):
                 self.second.scale = self.number
                 hidden = self.second(hidden)
                 self.second.scale = 1.0
+            case "of a module inside":
+                self.inner[1].scale = 1.0 if self.number > 0.7 else 0.5
+                hidden = self.inner(hidden)
             case "torch's module":
                 self.drop.p = 1.0 if self.number > 0.7 else 0.0
                 hidden = hidden + self.drop(hidden)
@@ -376,7 +380,9 @@ class ModelSets(Annealed):
 
 
 @pytest.mark.parametrize("moment", ["constant", "step"])
-@pytest.mark.parametrize("holder", ["attribute", "by a method", "by turns", "for one call", "torch's module"])
+@pytest.mark.parametrize(
+    "holder", ["attribute", "by a method", "by turns", "for one call", "of a module inside", "torch's module"]
+)
 def test_what_a_forward_sets_for_its_submodules_counts(holder: str, moment: str) -> None:
     """Only the code that was recorded set it, and no stage does: they had what was there before."""
     runs = [
