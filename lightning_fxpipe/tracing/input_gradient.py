@@ -63,7 +63,7 @@ def check_may_differentiate() -> None:
     """
     if is_for_microbatch():
         raise DifferentiatesMicrobatch(
-            "The step computes gradients itself, and with this schedule it runs for each microbatch.",
+            "The step itself computes gradients, but this schedule runs the step once per microbatch.",
             where=user_source(),
             observed="torch.autograd.grad or backward()",
             expected="a loss whose backward pass Lightning runs after the step",
