@@ -215,7 +215,7 @@ def test_an_unknown_balance_is_a_value_error(value: Any) -> None:
 
 @pytest.mark.parametrize("value", ["layers.1", [1]])
 def test_split_points_that_are_no_paths_are_a_value_error(value: Any) -> None:
-    with pytest.raises(ValueError, match="expected a list of paths of modules"):
+    with pytest.raises(ValueError, match="expected a list of module paths"):
         FxPipeStrategy(split_points=value)
 
 

@@ -332,7 +332,9 @@ def test_a_section_without_a_class_is_refused(project: Path, fail: Run) -> None:
 
 
 def test_a_config_without_data_asks_for_it(project: Path, fail: Run) -> None:
-    message = "There is no data.\n  What to do: Add a section `data` to the config, or --data package.module.Class."
+    message = (
+        "The config defines no data.\n  What to do: Add a section `data` to the config, or pass --data package.module.Class."
+    )
     assert message in fail("plan", "--config", write(config_of(data=None), project))
 
 
@@ -551,4 +553,4 @@ def test_a_table_of_ones_own_is_simulated_beside_names(project: Path, run: Run, 
     rows = [line.split() for line in run(*options, "--schedules", "1f1b", "mine.csv").splitlines()]
     named, mine = (next(row for row in rows if row[:1] == [name]) for name in ("1f1b", "mine.csv"))
     assert mine[1:6] == named[1:6]
-    assert "Cannot read a table of actions" in fail(*options, "--schedules", "absent.csv")
+    assert "Cannot read a schedule table" in fail(*options, "--schedules", "absent.csv")

@@ -47,7 +47,7 @@ def test_a_change_on_another_rank_alone_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_another_group_on_one_rank_alone_is_refused() -> None:
     """Its parameters would be trained by some ranks only."""
-    said = "A hook gives an optimizer another number of parameter groups on one rank of the pipeline than on rank 0."
+    said = "A hook leaves an optimizer with a different number of parameter groups on one rank of the pipeline than on rank 0."
     topology: Any = SimpleNamespace(is_last=True)
     optimizers = WholeOptimizers(nn.Linear(1, 1), topology, lambda: None)
     own: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1, "params": []}]), is_shared_out=False)

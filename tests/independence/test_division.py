@@ -300,7 +300,7 @@ class WritesAfterwards(TwoLayers):
 
 
 def test_memory_that_the_tail_changes_and_stages_have_is_refused() -> None:
-    with pytest.raises(NotDivisible, match="shares memory with what is changed for the whole batch"):
+    with pytest.raises(NotDivisible, match="shares memory with a tensor that is modified for the whole batch"):
         divide(trace(WritesAfterwards(), batch()))
 
 

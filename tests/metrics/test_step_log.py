@@ -68,7 +68,7 @@ def test_reduce_fx_is_an_option_that_lightning_judges(rule: Any) -> None:
 def test_an_option_that_cannot_be_sent_to_the_other_ranks_is_refused_by_name() -> None:
     with pytest.raises(
         UnsupportedError,
-        match=r"(?s)self\.log\('a', \.\.\.\) got an option that the other ranks cannot get.*test_step_log.*reduce_fx.*module",
+        match=r"(?s)self\.log\('a', \.\.\.\) received an option that cannot be sent to the other ranks.*test_step_log.*reduce_fx.*module",
     ):
         only("a", 1.0, reduce_fx=lambda values: values[0])
 
@@ -123,7 +123,7 @@ def test_a_value_that_is_no_number_is_refused_by_name(value: Any, named: str, wh
 def test_a_value_of_another_stages_parameters_is_refused() -> None:
     with pytest.raises(
         UnsupportedError,
-        match=r"(?s)self\.log\('norm', \.\.\.\) got a value that the last stage cannot compute.*meta.*on_before_optimizer_step",
+        match=r"(?s)self\.log\('norm', \.\.\.\) received a value that the last stage cannot compute.*meta.*on_before_optimizer_step",
     ):
         only("norm", torch.ones((), device="meta"))
 

@@ -189,7 +189,7 @@ class Wrapped(nn.Module):
         (["wide.7"], {}, "A split point is no module[^*]*wide.7"),
         (["attention.0"], {}, "A split point is no module[^*]*attention.0"),
         (["wide", "wide.0"], {}, "Two split points are the same place"),
-        (["table"], {}, "No cut may fall before a split point[^*]*nothing computes before it"),
+        (["table"], {}, "No cut may fall before a split point[^*]*there is no computation before it"),
         (["wide"], {"num_stages": 3}, "more or fewer split points than the stages need[^*]*1 split points and 3 stages"),
     ],
 )

@@ -306,14 +306,14 @@ def test_caption_says_what_the_stages_do_not() -> None:
     text = " ".join(str(PLAN).split())
     assert text.startswith("Pipeline of model ")
     assert "1 K parameters in 3 stages; bytes are for one microbatch of 8 samples" in text
-    assert "In several stages, counted in each: tied.weight (400) in 0 and 2" in text
+    assert "Shared by several stages and counted in each: tied.weight (400) in 0 and 2" in text
     assert "Sent past stages that do not use it, part of what they send: 512 B from stage 0 to 2 (1 tensor)" in text
     assert "Computed by each stage that uses it, not sent: values of model.mask" in text
     assert "Cut inside of: model.body" in text
     assert "Kept whole: model.gate (it looks at values)" in text
-    assert "Outside the pipeline, whole on the last stage (rank 0): criterion (" in text
-    assert " % of the model): the step uses it after the pipelined calls, or not at all" in text
-    assert "Before the pipeline, whole on every rank: frozen (" in text
+    assert "Outside the pipeline, on the last stage (rank 0): criterion (" in text
+    assert " % of the model): the step uses them after the pipelined calls or not at all" in text
+    assert "Before the pipeline, replicated on every rank: frozen (" in text
 
 
 def test_caption_says_why_a_part_is_outside() -> None:

@@ -174,7 +174,7 @@ def test_a_symbol_is_not_that_of_an_equal_size_elsewhere() -> None:
 
 
 def test_dimensions_of_a_group_must_agree() -> None:
-    with pytest.raises(ValueError, match="differs from others of group 0"):
+    with pytest.raises(ValueError, match="differs from those of the other microbatches in group 0"):
         FakeWorld().input(torch.ones(3, 4), [], {0: 0, 1: 0})
 
 
@@ -369,7 +369,7 @@ def test_a_new_trace_is_noted_with_its_cause_and_time() -> None:
     (line,) = messages.details
     assert not messages.lines
     assert re.match(r"training_step was traced again, in \d+\.\d+ s", line)
-    assert "dimension 1 of args[0] is 9 after 7, from now on any size." in line
+    assert "dimension 1 of args[0] is 9 after 7, any size from here on." in line
     assert not messages.warnings
 
 

@@ -209,7 +209,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "more devices than stages": Refusal(
         module=lambda: LitModel("mlp"),
-        what="The stages cannot be shared out among the devices.",
+        what="The stages cannot be distributed evenly over the devices.",
         observed="2 stages and 3 devices",
         todo="Trainer(devices=2)",
         strategy=lambda: {"num_stages": 2},
@@ -218,7 +218,7 @@ REFUSED: dict[str, Refusal] = {
     "untraceable root": Refusal(
         module=LooksAtValues,
         kind=TraceError,
-        what="The forward of LooksAtValues cannot be recorded as a graph.",
+        what="The forward of LooksAtValues cannot be traced.",
         where="test_refusals.py:",
         observed="looks at a value that is not known beforehand",
         todo="If one device gives the same error, mend that.",
@@ -235,7 +235,7 @@ REFUSED: dict[str, Refusal] = {
     "no loss": Refusal(
         late=True,
         module=ReturnsLogits,
-        what="The training_step returned something that is no loss.",
+        what="The training_step returned a value that is not a loss.",
         observed="Tensor of shape (16, 5)",
         todo="Return a loss.",
     ),
@@ -249,14 +249,14 @@ REFUSED: dict[str, Refusal] = {
     "fewer calls later": Refusal(
         late=True,
         module=EndsEarly,
-        what="The step ended before it had made all calls of the model.",
+        what="The step ended before making all traced calls of the model.",
         observed="1 calls",
         todo="Make the same calls for every batch",
     ),
     "other tensors later": Refusal(
         late=True,
         module=DoublesBetween,
-        what="The step takes another path between its calls of the model than it took when it was recorded.",
+        what="The step takes a different path between its calls of the model than when it was traced.",
         where="test_refusals.py:",
         observed="mul",
         todo="Move what changes from batch to batch",
@@ -264,7 +264,7 @@ REFUSED: dict[str, Refusal] = {
     "another result later": Refusal(
         late=True,
         module=UsesMore,
-        what="The step uses a value of the pipelined calls that it did not use when it was recorded.",
+        what="The step uses a value of the pipelined calls that it did not use when it was traced.",
         where="test_refusals.py:",
         observed="that only the stages had",
         todo="Use the value in every step",
@@ -272,7 +272,7 @@ REFUSED: dict[str, Refusal] = {
     "fewer samples later": Refusal(
         late=True,
         module=FewerSamples,
-        what="The training_step calls the module with inputs of other shapes than it was set up for.",
+        what="The training_step calls the module with inputs with different shapes than it was set up for.",
         observed="(5, 12)",
         todo="follow from the batch's shapes",
     ),
@@ -303,7 +303,7 @@ REFUSED: dict[str, Refusal] = {
     "another loss later": Refusal(
         late=True,
         module=MeanOfMaxima,
-        what="The loss of this batch is not that of its microbatches, as it was on the first batch.",
+        what="The loss of this batch does not decompose into the losses of its microbatches, unlike the first batch.",
         where="MeanOfMaxima.training_step",
         observed="from its 2 microbatches",
         todo='schedule="gpipe"',
@@ -311,7 +311,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "a plan of another dimension": Refusal(
         module=TwoLayers,
-        what="The plan was made for batches in another dimension of their tensors.",
+        what="The plan was made for a different batch dimension.",
         observed="FxPipeStrategy(batch_dim=1), and a plan with batch_dim=0",
         todo="Make the plan again",
         strategy=lambda: {"batch_dim": 1, "plan": plan_of_batches_first()},

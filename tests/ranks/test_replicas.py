@@ -561,11 +561,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "batches": (Uneven, {"use_distributed_sampler": False}, BatchError, "ends at different batches on different ranks"),
     "streams": (UnevenStream, {}, BatchError, "ends at different batches on different ranks"),
     "sampler": (WrongShare, {}, UnsupportedError, "gives each process other samples"),
-    "group": (OwnGroup, {}, UnsupportedError, "User code talks to other replicas"),
+    "group": (OwnGroup, {}, UnsupportedError, "User code communicates with other replicas"),
     "gradients": (GathersWithGradients, {}, UnsupportedError, "what several replicas of a pipeline cannot do"),
     "reduce": (ReducesOddly, {}, UnsupportedError, "There is no such way to reduce a tensor over the replicas"),
     "values": (OwnGroupForValues, {}, UnsupportedError, "Values can be put together over all replicas only"),
-    "by turns": (Talks, {"schedule": "1f1b"}, UnsupportedError, "the step talks to other replicas in"),
+    "by turns": (Talks, {"schedule": "1f1b"}, UnsupportedError, "the step communicates with other replicas in"),
     "batch norm": (Norms, {"sync_batchnorm": True}, UnsupportedError, "sync_batchnorm, with which each microbatch would wait"),
 }
 

@@ -284,7 +284,7 @@ def test_late_layers_are_refused_and_checkpoints_are_folders_without_memory_for_
     results = pool.run(refuse_and_save, str(tmp_path))
     pool.kill()  # the ranks have lost each other
     for made, _, (is_folder, _) in results:
-        assert "The module has got parameters after it was split into stages." in made
+        assert "Parameters were added to the module after it was split into stages." in made
         assert "Observed: head.0.0.weight and 3 others" in made
         assert "made in the constructor, setup or configure_model" in made
         assert is_folder

@@ -88,7 +88,7 @@ def test_an_option_is_a_name_a_file_or_a_table(tmp_path: Path) -> None:
         assert found is not None
         assert (found.name, found.table) == (str(given), of_table.table)
     assert [schedule_of(value) for value in ("zb_h7", "", None, 3, [])] == [None] * 5
-    with pytest.raises(ScheduleError, match="Cannot read a table of actions") as refused:
+    with pytest.raises(ScheduleError, match="Cannot read a schedule table") as refused:
         schedule_of(str(tmp_path / "absent.csv"))
     assert refused.value.where == str(tmp_path / "absent.csv")
     assert "No such file" in str(refused.value.observed)

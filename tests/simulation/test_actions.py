@@ -96,7 +96,7 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path) -> None:
         assert refused.value.where == str(path)
         assert observed in str(refused.value.observed)
         assert refused.value.todo
-    with pytest.raises(ScheduleError, match="Cannot read a table of actions"):
+    with pytest.raises(ScheduleError, match="Cannot read a schedule table"):
         ActionTable.load(tmp_path)
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")  # as spreadsheets write it
     assert ActionTable.load(path).to_csv() == "0F0,0B0\n"

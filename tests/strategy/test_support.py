@@ -83,7 +83,7 @@ def trainer_for(fn: TrainerFn = TrainerFn.FITTING, **options: Any) -> L.Trainer:
 def refusal(trainer: L.Trainer, module: L.LightningModule) -> UnsupportedError:
     with pytest.raises(UnsupportedError) as caught:
         check_trainer(trainer, module)
-    assert caught.value.what == "strategy='fxpipe' cannot run this."
+    assert caught.value.what == "strategy='fxpipe' does not support this configuration."
     return caught.value
 
 
@@ -320,7 +320,7 @@ def test_lazy_layers_that_nothing_has_run_are_refused_by_name() -> None:
     """The plan needs their sizes, also where ``configure_optimizers`` would run them: the dry run ended in torch's error."""
     module = LitModel("mlp")
     module.late = nn.LazyLinear(3)
-    assert "lazy layers without sizes (late.weight, late.bias)" in str(refusal(trainer_for(), module))
+    assert "uninitialised lazy layers (late.weight, late.bias)" in str(refusal(trainer_for(), module))
     module.late(torch.zeros(1, 2))
     check_trainer(trainer_for(), module)
 
@@ -465,7 +465,7 @@ def test_a_table_for_another_number_of_devices_is_refused() -> None:
 def test_a_batch_passes_through_and_none_is_refused() -> None:
     batch = object()
     assert check_has_batch(batch) is batch
-    with pytest.raises(UnsupportedError, match="(?s)There is no batch to trace the model with.*no dataloader"):
+    with pytest.raises(UnsupportedError, match="(?s)No batch is available to trace the model.*no dataloader"):
         check_has_batch(None)
 
 

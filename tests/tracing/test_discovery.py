@@ -114,7 +114,7 @@ def test_a_gradient_through_calls_with_parameters_is_refused(differentiate: Call
         differentiate(module, h, loss)
         return loss  # type: ignore[no-any-return]
 
-    with pytest.raises(UnsupportedError, match="The step computes gradients by itself, of what the stages compute") as caught:
+    with pytest.raises(UnsupportedError, match="The step computes gradients itself, of what the stages compute") as caught:
         found(step)
     assert "test_discovery.py" in str(caught.value)
 
@@ -308,7 +308,7 @@ def test_what_ends_the_region_before_its_time_is_told() -> None:
         return module.decoder(h.chunk(2, 1)[0]).mean()
 
     reason = found(step).ends_because
-    assert re.fullmatch(r".*test_discovery.py:\d+ looks at values of tensors, which may decide what is called after it", reason)
+    assert re.fullmatch(r".*test_discovery.py:\d+ reads values of tensors, which may determine the later calls", reason)
     assert not found(vae).ends_because
 
 
@@ -322,7 +322,7 @@ def test_an_error_that_ends_the_step_is_told_beside_a_look_at_values() -> None:
         raise ValueError("of user code")
 
     look, _, end = found(step).ends_because.partition("; ")
-    assert look.endswith("looks at values of tensors, which may decide what is called after it")
+    assert look.endswith("reads values of tensors, which may determine the later calls")
     assert re.fullmatch(r".*test_discovery.py:\d+ cannot be tried without data \(ValueError: of user code\)", end)
 
 

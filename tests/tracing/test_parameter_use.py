@@ -126,13 +126,13 @@ def test_a_step_that_sets_gradients_is_refused() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_freezes_parameters_is_refused(when: str) -> None:
-    with pytest.raises(ParameterMisuse, match=r"(?s)The step freezes or thaws a parameter.*model\.weight"):
+    with pytest.raises(ParameterMisuse, match=r"(?s)The step freezes or unfreezes a parameter.*model\.weight"):
         discover(**{when: lambda module: module.model.requires_grad_(False)})
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_replaces_parameters_is_refused(when: str) -> None:
-    with pytest.raises(ParameterMisuse, match=r"(?s)The step makes, replaces or removes a parameter.*model\.bias"):
+    with pytest.raises(ParameterMisuse, match=r"(?s)The step creates, replaces or removes a parameter.*model\.bias"):
         discover(**{when: lambda module: setattr(module.model, "bias", nn.Parameter(torch.zeros(6)))})
 
 

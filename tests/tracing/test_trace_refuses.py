@@ -368,7 +368,7 @@ def test_a_function_that_holds_a_tensor_is_no_argument_that_can_be_recorded() ->
     factor = torch.ones(1)
     with pytest.raises(TraceError, match="has an argument that cannot be recorded") as caught:
         trace(Net(), batch(), lambda x: x * factor)
-    assert "holds a tensor of the code around it" in str(caught.value.observed)
+    assert "captures a tensor from the enclosing code" in str(caught.value.observed)
     assert "Pass the tensors as arguments of their own" in str(caught.value.todo)
 
 
