@@ -41,7 +41,7 @@ def test_a_rank_receives_what_rank_zero_has_changed(monkeypatch: pytest.MonkeyPa
 
 def test_a_change_on_another_rank_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device is rank 0, and would not make it."""
-    with pytest.raises(UnsupportedError, match="changes the value of weight on one rank of the pipeline and not on rank 0."):
+    with pytest.raises(UnsupportedError, match="changes the value of weight on one rank of the pipeline, but not on rank 0."):
         changes(monkeypatch, BEFORE, BEFORE * 2)
 
 

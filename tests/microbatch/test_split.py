@@ -279,7 +279,7 @@ def test_tensors_of_different_sizes_are_named() -> None:
 
 
 def test_two_sizes_are_one_too_many() -> None:
-    with pytest.raises(BatchError, match="tensors of different batch size"):
+    with pytest.raises(BatchError, match="tensors with different batch sizes"):
         batch_size([samples(4, 2), samples(3)])
 
 

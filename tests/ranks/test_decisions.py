@@ -153,7 +153,7 @@ def test_a_rank_that_would_record_alone_ends_the_run(ranks: Ranks) -> None:
     _, (message, seconds, _) = pool.run(ends_with, ChangesAlone)
     pool.kill()
     assert "The ranks of the pipeline disagree on whether to retrace the step." in message
-    assert "rank 1 would record it, since mode changed; rank 0 has a graph of it" in message
+    assert "rank 1 would retrace it, since mode changed; rank 0 has a matching trace" in message
     assert seconds < 30
 
 

@@ -341,5 +341,5 @@ def test_a_run_without_the_chosen_steps_says_so(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fit_and_record("mlp", strategy=strategy, devices=1)
-    assert ["the run had 10 steps" in str(w.message) for w in warned if "Nothing is recorded" in str(w.message)] == [True]
+    assert ["the run had 10 steps" in str(w.message) for w in warned if "Nothing was recorded" in str(w.message)] == [True]
     assert list(tmp_path.iterdir()) == []
