@@ -144,7 +144,7 @@ def table_of(
     is_other = stages_per_rank not in (1, per_rank) and schedule not in _LOOPED
     if is_other or per_rank < 1 or not costs or len(costs) % per_rank:
         raise ScheduleError(
-            "The schedule does not support this number of stages.",
+            "The number of stages does not fit the schedule.",
             observed=f"{schedule} for {len(costs)} stages, {stages_per_rank} on each rank",
             expected=f"the same number on each rank; several only with {' or '.join(_LOOPED)}"
             + (", and exactly two with this schedule" if schedule in _V_SHAPED else ""),

@@ -71,7 +71,7 @@ def test_a_name_may_be_spelled_as_torch_does() -> None:
         (
             4,
             {"stages_per_rank": 2},
-            "The schedule does not support this number of stages[^*]*1f1b for 4 stages, 2 on each rank",
+            "The number of stages does not fit the schedule[^*]*1f1b for 4 stages, 2 on each rank",
         ),
         (5, {"schedule": "looped_bfs", "stages_per_rank": 2}, "looped_bfs for 5 stages"),
         (4, {"schedule": "looped_bfs", "stages_per_rank": 0}, "looped_bfs for 4 stages, 0"),
