@@ -229,6 +229,6 @@ def compare(
         return Finding(verdict=Verdict.UNCLEAR)
     if fitting and options.reduction in (None, fitting[0]):
         return Finding(verdict=Verdict.FITS, reduction=fitting[0])
-    parts = " or ".join(f"a {_NAMES[kind]} of {value:.7g}" for kind, value in expected.items())
+    parts = " or ".join(f"{value:.7g} as their {_NAMES[kind]}" for kind, value in expected.items())
     observed = f"{whole:.7g} for the whole batch, {parts} from its {len(losses)} microbatches"
     return Finding(verdict=Verdict.DIFFERS, reduction=fitting[0] if fitting else None, observed=observed)
