@@ -12,7 +12,7 @@ from lightning_fxpipe.errors import FxPipeError
 
 # By its name: the module in the room `cli`, and what the command does.
 COMMANDS = {
-    "plan": ("plan", "print how the model of a config is cut into stages"),
+    "plan": ("plan", "print how the configured model is split into stages"),
     "simulate": ("plan", "print the time and memory of a training step under several schedules"),
     "layouts": ("plan", "print how many stages and replicas are fastest on a number of devices"),
     "inspect": ("checkpoints", "print the contents of a checkpoint without loading it"),
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=_versions())
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     module, purpose = COMMANDS[options.command]

@@ -129,6 +129,6 @@ def no_end_of_epoch(where: str) -> Iterator[None]:
         raise FxPipeError(
             "User code raised StopIteration, which would end the epoch on this rank alone.",
             where=where,
-            observed="a StopIteration that nothing caught, as of next() on an iterator that is used up",
-            todo="Give next() a default, or catch StopIteration; set trainer.should_stop to end training.",
+            observed="an uncaught StopIteration, such as from next() on an exhausted iterator",
+            todo="Pass a default to next(), or catch StopIteration. To end training, set trainer.should_stop.",
         ) from error

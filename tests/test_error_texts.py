@@ -16,9 +16,9 @@ from tests.test_layering import MODULES, room_of, tree_of
 RUN = 4  # words: a fragment of a text that is no other text's, too
 # Which no user can meet, and why.
 SAFEGUARDS = {
-    "The results of microbatches cannot be joined.": "the batch runs as one microbatch, with what was observed in a warning",
-    "What must see the whole batch cannot run after all the rest.": "as above",
-    " cannot be repeated with its own arguments.": "the trace has been found or made for these arguments",
+    "The results of the microbatches cannot be concatenated.": "a warning; the batch runs as one microbatch",
+    "The calls that need the whole batch cannot run after all other calls.": "as above",
+    " cannot be repeated with the same arguments.": "the trace has been found or made for these arguments",
 }
 LEFT_OUT = {"checkpoint", "distributed.failure", "distributed.lifeline"}
 LOOKED_AT = [module for module in MODULES if not LEFT_OUT & {module, room_of(module)}]

@@ -215,7 +215,7 @@ def test_an_unknown_balance_is_a_value_error(value: Any) -> None:
 
 @pytest.mark.parametrize("value", ["layers.1", [1]])
 def test_split_points_that_are_no_paths_are_a_value_error(value: Any) -> None:
-    with pytest.raises(ValueError, match="expected a list of paths of modules"):
+    with pytest.raises(ValueError, match="expected a list of module paths"):
         FxPipeStrategy(split_points=value)
 
 
@@ -257,9 +257,9 @@ def test_the_newest_torch_that_is_tested_is_the_newest_that_is_allowed() -> None
 
 
 def test_cuts_are_chosen_or_given() -> None:
-    with pytest.raises(ValueError, match="leave one of the two out"):
+    with pytest.raises(ValueError, match="omit one of the two"):
         FxPipeStrategy(balance="auto", split_points=["layers.1"])
-    with pytest.raises(ValueError, match="leave stage_of, device_speeds and device_memory_gib out"):
+    with pytest.raises(ValueError, match="omit stage_of, device_speeds and device_memory_gib"):
         FxPipeStrategy(stage_of={"head": 1}, split_points=["layers.1"])
 
 
@@ -276,7 +276,7 @@ def test_cuts_are_chosen_or_given() -> None:
 )
 def test_a_plan_goes_with_no_other_cuts(options: dict[str, Any]) -> None:
     plan = make_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), num_stages=2)
-    with pytest.raises(ValueError, match="the plan says where the cuts are"):
+    with pytest.raises(ValueError, match="the plan determines the cuts"):
         FxPipeStrategy(plan=plan, **options)
 
 
@@ -339,5 +339,5 @@ def test_a_trainer_takes_a_strategy_object() -> None:
 
 @pytest.mark.parametrize("name", ["plan", "topology"])
 def test_what_setup_makes_is_not_there_before(name: str) -> None:
-    with pytest.raises(RuntimeError, match="there before"):
+    with pytest.raises(RuntimeError, match="not set up yet|not available before"):
         getattr(FxPipeStrategy(), name)

@@ -73,7 +73,7 @@ def unpickled_metadata(content: bytes) -> Metadata:
     """
     found = _MetadataUnpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"a {type(found).__name__} in place of metadata")
+        raise pickle.UnpicklingError(f"a {type(found).__name__} instead of metadata")
     return found
 
 

@@ -98,7 +98,9 @@ class FakeWorld:
         for dim, group in groups.items():
             # Each has a symbol of its own, and the comparison tells torch that they are the same.
             if self._group_sizes.setdefault(group, fake.shape[dim]) != fake.shape[dim]:
-                raise ValueError(f"dimension {dim} of input {self._num_inputs} differs from others of group {group}")
+                raise ValueError(
+                    f"dimension {dim} of input {self._num_inputs} differs from those of the other microbatches in group {group}"
+                )
         return fake
 
     def static(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:

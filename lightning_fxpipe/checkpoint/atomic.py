@@ -153,7 +153,7 @@ class _Room:
                 if _lock(descriptor) is not False and _is_at(descriptor, self.folder):
                     return
                 self._unlock()
-        raise FileNotFoundError(f"{self.folder} is removed by others again and again")
+        raise FileNotFoundError(f"{self.folder} is repeatedly removed by other processes")
 
     def leave(self) -> None:
         """Removes the room and what is in it, as far as possible. Further calls do nothing."""

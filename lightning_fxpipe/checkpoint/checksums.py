@@ -70,8 +70,8 @@ class Checksums:
 def _compare(where: str, what: str, written: int | None, found: int) -> None:
     if written != found:
         expected = "none" if written is None else f"{written:08x}"
-        observed = f"{what} has the checksum {found:08x}; written was {expected}"
-        raise damage_error(where, f"{observed}: it is damaged, or of another checkpoint")
+        observed = f"{what} has checksum {found:08x}, but {expected} was saved"
+        raise damage_error(where, f"{observed}: the data is damaged or belongs to another checkpoint")
 
 
 def check_archive(file: Path | IO[bytes], where: str, is_checked: Callable[[int], bool] = lambda number: True) -> None:

@@ -72,12 +72,14 @@ class Conversion:
         """What a user reads after a conversion to ``path``."""
         lines = [f"Converted a {self.source.value} to {path} ({self.target.value})"]
         if self.left_out:
-            lines.append(f"Left out, as only weights have a place there: {', '.join(self.left_out)}")
+            lines.append(f"Left out, because the format stores weights only: {', '.join(self.left_out)}")
         if self.shared:
             pairs = ", ".join(f"{name} = {kept}" for name, kept in self.shared.items())
-            lines.append(f"Stored once, under one of its names: {pairs}")
+            lines.append(f"Shared tensors, stored under one name only: {pairs}")
         if self.target is Target.FOLDER and self.has_numbers:
-            lines.append("The optimizer numbers its parameters without names: its states stay in one file of the folder")
+            lines.append(
+                "The optimizer identifies its parameters by number, so its state is written to a single file of the folder"
+            )
         return "\n".join(lines)
 
 
@@ -95,9 +97,11 @@ def convert(
         overwrites: Whether what is at ``path`` is replaced.
     """
     if path.exists() and not overwrites:
-        raise FxPipeError("There is something already.", where=str(path), todo="Pass --force to replace it.")
+        raise FxPipeError("The target exists already.", where=str(path), todo="Pass --force to replace it.")
     if source.path is not None and path.exists() and source.path.resolve() == path.resolve():
-        raise FxPipeError("A checkpoint cannot be converted in its own place.", where=str(path), todo="Choose another target.")
+        raise FxPipeError(
+            "Source and target of a conversion are the same path.", where=str(path), todo="Choose another target."
+        )
     form, checkpoint = read_whole(source, Reading(weights_only=not pickle_is_trusted))
     if only_weights:
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _FOR_TRAINING}

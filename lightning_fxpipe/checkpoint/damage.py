@@ -44,21 +44,22 @@ def damage_error(where: str, observed: BaseException | str) -> FxPipeError:
         text = f"{type(observed).__name__}: {line}" if line else type(observed).__name__
     lacks_memory = isinstance(observed, MemoryError) or "alloc" in str(text)
     return FxPipeError(
-        "The checkpoint cannot be read: " + ("it needs more memory than there is, or says so." if lacks_memory else _DAMAGED),
+        "The checkpoint cannot be read: "
+        + (("loading it requires more memory than is available, or its contents claim so.") if lacks_memory else _DAMAGED),
         where=where,
         observed=str(text),
-        expected="a checkpoint of a Trainer, a state dict, or a safetensors file, as it was written",
-        todo="Use the checkpoint before it.",
+        expected="a checkpoint of a Trainer, a state dict, or a safetensors file, unmodified",
+        todo="Use an earlier checkpoint.",
     )
 
 
-_DAMAGED = "it is damaged, or none."
+_DAMAGED = "it is damaged or is not a checkpoint."
 
 
 def unknown_error(where: str, observed: str) -> FxPipeError:
     """The error for what may be whole, and is no checkpoint."""
     return FxPipeError(
-        "This is no checkpoint of a kind that is known.",
+        "The checkpoint format is not recognised.",
         where=where,
         observed=observed,
         expected="a folder of torch.distributed.checkpoint, a checkpoint of a Trainer, a state dict, or safetensors",

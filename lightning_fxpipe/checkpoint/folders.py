@@ -69,7 +69,7 @@ class Folder:
             with self._checked(".metadata") as path:
                 metadata = unpickled_metadata(path.read_bytes())
             if outside := [item.file for item in stored_items(metadata) if Path(item.file).name != item.file]:
-                raise damage_error(self.location.text, f"its metadata name {outside[0]}, which is no file of it")
+                raise damage_error(self.location.text, f"its metadata refer to {outside[0]}, which is outside the folder")
             return metadata
 
     @contextmanager
@@ -113,7 +113,7 @@ class Folder:
         found = next((root for root in _MODEL if root in self.roots), None)
         if found is None:
             raise FxPipeError(
-                "The checkpoint folder has no state of a model.",
+                "The checkpoint folder contains no model state.",
                 where=self.location.text,
                 observed=f"entries {', '.join(sorted(self.roots)[:8])}",
                 expected=f"an entry named {' or '.join(_MODEL)}",
@@ -236,11 +236,11 @@ def open_folder(location: Location, reading: Reading) -> Folder:
     folder = Folder(location, reading)
     if lacking := list(folder.lacks()):
         raise FxPipeError(
-            "The checkpoint folder is not complete: what wrote or copied it was interrupted, or it is none of Lightning's.",
+            "The checkpoint folder is incomplete: writing or copying it was interrupted, or Lightning did not write it.",
             where=location.text,
             observed=", ".join(lacking),
-            expected=f"a folder with .metadata, the files that it names, and {metadata_filename()}, which is written last",
-            todo="Use the checkpoint before it.",
+            expected=f"a folder with .metadata, the files listed there, and {metadata_filename()}, which is written last",
+            todo="Use an earlier checkpoint.",
         )
     return folder
 

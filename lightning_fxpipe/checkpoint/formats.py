@@ -42,7 +42,7 @@ class Format(Enum):
     FILE = "single file of a Trainer"
     STATE_DICT = "state dict"
     SAFETENSORS = "safetensors"
-    SHARDED_WEIGHTS = "folder of files with weights"
+    SHARDED_WEIGHTS = "folder of weight files"
 
     @property
     def has_weights_only(self) -> bool:

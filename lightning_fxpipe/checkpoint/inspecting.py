@@ -110,7 +110,7 @@ def describe(contents: Contents, *, with_tensors: bool) -> str:
                 for name, some in tensors.items()
             ],
             right_aligned=("Tensors", "Elements", "Bytes"),
-            caption=f"{human_bytes(total)} in all",
+            caption=f"{human_bytes(total)} in total",
         )
     )
     for index, optimizer in enumerate(optimizers):

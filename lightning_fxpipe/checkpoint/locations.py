@@ -45,8 +45,7 @@ class Location:
         is_local = isinstance(system, LocalFileSystem)
         if is_local and options:
             raise TypeError(
-                f"storage_options are for the file systems of URLs, and {text} is a path of this machine: "
-                f"{', '.join(options)} would say nothing."
+                f"storage_options apply to URLs only, but {text} is a local path: {', '.join(options)} would have no effect."
             )
         return cls(text=text, path=Path(inner) if is_local else None, options=dict(options or {}))
 
@@ -120,8 +119,8 @@ def check_seen_by_all(location: Location, num_ranks: int) -> None:
     """Raises :class:`UnsupportedError` for a file system that is in one process's memory."""
     if location.path is None and num_ranks > 1 and get_protocol(location.text) == "memory":
         raise UnsupportedError(
-            "A checkpoint in memory:// is in the memory of one process, and the stages are in several.",
+            "A memory:// checkpoint is visible to one process only, but the stages run in several processes.",
             where=location.text,
-            expected="a folder or URL that all processes see",
-            todo="Save to a path, file:// or an object store.",
+            expected="a folder or URL that all processes can access",
+            todo="Save to a local path, a file:// URL or an object store.",
         )

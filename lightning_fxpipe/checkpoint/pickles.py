@@ -70,8 +70,8 @@ def _refuse_program(file: Path | IO[bytes], where: str) -> None:
     """TorchScript has the same kind of file: ``torch.load`` would make its code, and could run it."""
     if any(Path(name).name == "constants.pkl" for name in names_in_archive(file, where)):
         raise FxPipeError(
-            "This is no checkpoint: it is a TorchScript program.",
+            "The file is a TorchScript program, not a checkpoint.",
             where=where,
-            expected="what torch.save has written",
-            todo="Load it with torch.jit.load where you trust it, and save its state_dict().",
+            expected="a file written by torch.save",
+            todo="If you trust the file, load it with torch.jit.load and save its state_dict().",
         )

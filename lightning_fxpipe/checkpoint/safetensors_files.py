@@ -89,9 +89,9 @@ def _package(path: Path) -> Any:
         import safetensors.torch
     except ImportError as error:
         raise FxPipeError(
-            "Files of the safetensors format need the package of that name.",
+            "Reading and writing .safetensors files requires the package safetensors.",
             where=str(path),
             observed=str(error),
-            todo="pip install safetensors",
+            todo="Run `pip install safetensors`.",
         ) from error
     return safetensors

@@ -208,7 +208,7 @@ def portable(error: Exception) -> Exception:
         if type(received) is type(error):
             return error
     except Exception as why:  # whatever the class does when it is taken apart or made
-        text += f" (it cannot be sent to other ranks: {text_of(why)})"
+        text += f" (the error cannot be sent to other ranks: {text_of(why)})"
     return RuntimeError(text)
 
 
@@ -339,7 +339,7 @@ class _Planner(DefaultSavePlanner):
         for path, value in _leaves((), dict(state_dict)):
             key = ".".join(map(str, path))
             if key in flat:
-                raise ValueError(f"two values of a checkpoint have the name {key}")
+                raise ValueError(f"two values in a checkpoint share the name {key}")
             flat[key] = value
             self.mappings[key] = path
         self.state_dict = flat

@@ -162,10 +162,10 @@ def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns:
     for name, value in others.items():
         if name not in found and any(map(_is_placeholder, tree_leaves(value))):
             raise UnsupportedError(
-                "A part of the checkpoint has tensors of other stages, which this rank does not have.",
+                "A checkpoint entry contains tensors of other stages, which this rank does not hold.",
                 where=f'checkpoint["{name}"]',
-                expected="copies that were made in a hook, where all tensors have values, or an entry of its own in the "
-                "checkpoint with names of the module's state_dict",
+                expected="copies made in a hook, where all tensors have values, or a separate checkpoint entry that uses the "
+                "names of the module's state_dict",
             )
     return found
 
@@ -196,12 +196,12 @@ def read_checkpoint(location: Location, module: nn.Module, reading: Reading, int
     with location.local_copy() as path:
         stored = read_stored(path, reading, lambda fqn: fqn not in others)
         if stored.format.has_weights_only and (prefix := prefix_of(stored.checkpoint["state_dict"], expected)):
-            inform(f"The names in {location.text} are those of {prefix.rstrip('.')}: it is loaded into that.")
+            inform(f"The names in {location.text} match the submodule {prefix.rstrip('.')}, so the weights are loaded into it.")
             stored = read_stored(path, reading, lambda fqn: prefix + fqn not in others)
             stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
     if not stored.format.has_weights_only:
         return stored.checkpoint
-    inform(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
+    inform(f"{location.text} contains weights only: the run starts at step 0 with a new optimizer.")
     return as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
 
 

@@ -19,20 +19,20 @@ from lightning_fxpipe.errors import FxPipeError
 
 _SOURCES = """\
 A checkpoint is a folder of torch.distributed.checkpoint (of this strategy, FSDP or ModelParallelStrategy), a .ckpt file of a
-Trainer, a file of torch.save(module.state_dict()), a .safetensors file, or a folder of Hugging Face's save_pretrained. A URL of
-fsspec does, too.
+Trainer, a file of torch.save(module.state_dict()), a .safetensors file, or a folder of Hugging Face's save_pretrained. URLs
+of fsspec are accepted.
 """
 
 _INSPECT_EPILOG = f"""\
 {_SOURCES}
-No tensor is read, unless with --verify, and no code of the checkpoint is run.
+Tensors are read only with --verify. No code from the checkpoint is executed.
 """
 
 _CONVERT_EPILOG = f"""\
 {_SOURCES}
-The name of TARGET decides its format: .safetensors; a folder without a suffix or with a slash at its end; else a single
-file, which a plain Trainer resumes and load_from_checkpoint loads. Every bit stays the same, there and back. The tensors of a
-folder have to fit into the memory once; those of a file are not loaded.
+The output format follows the name of TARGET: .safetensors; a folder if it has no suffix or ends with a slash; otherwise a
+single file that a plain Trainer can resume from and load_from_checkpoint can load. Conversion is lossless in both directions.
+The tensors of a folder must fit into memory once; those of a file are not loaded.
 """
 
 
@@ -41,8 +41,8 @@ def inspect(arguments: Sequence[str], purpose: str) -> int:
     parser = _parser("inspect", purpose, _INSPECT_EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="path or URL")
     parser.add_argument("--tensors", action="store_true", help="also list every tensor of the model")
-    parser.add_argument("--verify", action="store_true", help="also read all of it, and compare it with its checksums")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--verify", action="store_true", help="also read all data and verify its checksums")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(arguments)
     with _told(), damage_told(options.checkpoint):
         contents = look_into(_existing(options.checkpoint), verifies=options.verify)
@@ -57,10 +57,16 @@ def convert(arguments: Sequence[str], purpose: str) -> int:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="path or URL")
     add("target", metavar="TARGET", help="path of the new file or folder")
-    add("--to", choices=[target.value for target in Target], help="format of TARGET, whatever its name")
-    add("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks (safetensors always does)")
+    add("--to", choices=[target.value for target in Target], help="output format (default: from the name of TARGET)")
+    add(
+        "--weights-only",
+        action="store_true",
+        help="write weights without optimizers, schedulers and callbacks (always the case for safetensors)",
+    )
     add("--force", action="store_true", help="replace TARGET if it exists")
-    add("--trust", action="store_true", help="unpickle objects of any class, which can run code: for your own files")
+    add(
+        "--trust", action="store_true", help="unpickle objects of any class, which can execute code; use for trusted files only"
+    )
     options = parser.parse_args(arguments)
     target = Target(options.to) if options.to else Target.of(options.target)
     path = Path(options.target)
@@ -101,9 +107,9 @@ def _told() -> Iterator[None]:
     except pickle.UnpicklingError as error:
         unsafe = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).partition("\n")[0])
         raise FxPipeError(
-            "The checkpoint contains objects that could run code.",
+            "The checkpoint contains objects that could execute code.",
             observed=unsafe.strip(),
-            todo="--trust loads them all the same.",
+            todo="Pass --trust to load them anyway.",
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise FxPipeError(str(error).partition("\n")[0] or type(error).__name__) from error

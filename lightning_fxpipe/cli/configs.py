@@ -57,7 +57,9 @@ def read_work(command: str, purpose: str, arguments: Sequence[str], add_options:
     )
     options = cli.config
     if options.get("data") is None:
-        raise FxPipeError("There is no data.", todo="Add a section `data` to the config, or --data package.module.Class.")
+        raise FxPipeError(
+            "The config defines no data.", todo="Add a section `data` to the config, or pass --data package.module.Class."
+        )
     sections = Namespace(model=options.model, data=options.data)  # type: ignore[no-untyped-call]
     made = cli.parser.instantiate(sections)
     silence_lightning()
@@ -77,13 +79,13 @@ class _ConfigCLI(LightningCLI):
         """Adds the command's options. A seed is accepted and has no effect: shapes do not depend on it."""
         parser.add_argument("--seed_everything", default=False, help=argparse.SUPPRESS)
         self._add_options(parser)
-        group = parser.add_argument_group("config of a program with fixed classes, as LightningCLI(MyModel, MyData)")
-        group.add_argument("--model-class", metavar="CLASS", help="import path of its LightningModule")
-        group.add_argument("--data-class", metavar="CLASS", help="import path of its LightningDataModule")
+        group = parser.add_argument_group("config of a program with fixed classes, such as LightningCLI(MyModel, MyData)")
+        group.add_argument("--model-class", metavar="CLASS", help="import path of the LightningModule")
+        group.add_argument("--data-class", metavar="CLASS", help="import path of the LightningDataModule")
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the model and the data; of the Trainer any option is accepted."""
-        parser.add_argument("--trainer", type=dict, default={}, help="options of the Trainer; only `devices` counts")
+        parser.add_argument("--trainer", type=dict, default={}, help="Trainer options; only `devices` is used")
         model, data = self.model_class, self.datamodule_class
         parser.add_lightning_class_args(model or LightningModule, "model", subclass_mode=model is None)
         parser.add_lightning_class_args(data or LightningDataModule, "data", subclass_mode=data is None, required=False)
@@ -101,12 +103,12 @@ def _sections(path: Path) -> str:
     try:
         config = get_loader("yaml")(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FxPipeError(f"No such file: {path}", todo="Give --config the path of a LightningCLI config.") from None
+        raise FxPipeError(f"No such file: {path}", todo="Pass the path of a LightningCLI config to --config.") from None
     except Exception as error:  # the parser's errors have no common class
-        todo = "Give --config a file in YAML."
+        todo = "Pass a YAML file to --config."
         raise FxPipeError("Cannot read the config.", where=str(path), observed=str(error), todo=todo) from error
     if not isinstance(config, dict):
-        todo = "Give --config a LightningCLI config, with sections such as `model` and `data`."
+        todo = "Pass a LightningCLI config to --config, with sections such as `model` and `data`."
         raise FxPipeError("The config is not a mapping.", where=str(path), observed=str(type(config)), todo=todo)
     config = config.get("fit") or config  # a config may have a section for each subcommand
     return json.dumps({name: config[name] for name in _SECTIONS if config.get(name) is not None})

@@ -33,10 +33,10 @@ from lightning_fxpipe.simulation.timeline import Timeline
 _Pin = extend_base_type("Pin", str, lambda _, pair: int(pair.rpartition("=")[2]))
 _NAMES = ", ".join(get_args(SimulatedSchedule))
 _FILES = {
-    "output": "save the plan as JSON, for FxPipeStrategy(plan=FILE)",
-    "html": "save stages, timelines and memory as a page for a browser",
+    "output": "save the plan as JSON for FxPipeStrategy(plan=FILE)",
+    "html": "save stages, timelines and memory as an HTML page",
     "plot": "save the timelines as a figure: .png or .svg (needs matplotlib)",
-    "trace": "save the timelines as a trace for ui.perfetto.dev (JSON)",
+    "trace": "save the timelines as a JSON trace for ui.perfetto.dev",
 }
 
 
@@ -45,7 +45,7 @@ def plan(arguments: Sequence[str], purpose: str) -> int:
 
     def add_options(parser: Any) -> None:
         _add_stage_options(parser)
-        help_ = f"decides how many microbatches a stage keeps, for a balance or limit of memory: {_NAMES}"
+        help_ = f"schedule assumed when estimating activation memory: {_NAMES}"
         parser.add_argument("--schedule", default="gpipe", metavar="NAME", help=help_)
         _add_device_and_files(parser, "output", "html")
 
@@ -67,7 +67,7 @@ def simulate(arguments: Sequence[str], purpose: str) -> int:
 
     def add_options(parser: Any) -> None:
         _add_stage_options(parser)
-        _add_simulation_options(parser, f"schedules to compare: {_NAMES}, or CSV files with tables of actions")
+        _add_simulation_options(parser, f"schedules to compare: {_NAMES}, or CSV files with schedule tables")
         _add_device_and_files(parser, "html", "plot", "trace")
 
     work = read_work("simulate", purpose, arguments, add_options)
@@ -83,11 +83,17 @@ def layouts(arguments: Sequence[str], purpose: str) -> int:
 
     def add_options(parser: Any) -> None:
         add = parser.add_argument
-        add("--num-devices", type=PositiveInt, required=True, metavar="N", help="devices of all replicas")
+        add(
+            "--num-devices",
+            type=PositiveInt,
+            required=True,
+            metavar="N",
+            help="total number of devices; the batch size is per replica",
+        )
         _add_cut_options(parser, get_args(LayoutBalanceName), None)
         _add_simulation_options(parser, f"schedules to compare: {_NAMES}")
-        add("--replica-bytes-per-second", type=float, metavar="X", help="between replicas (default: as between stages)")
-        help_ = "each replica keeps its share of the optimizer state, as with FxPipeStrategy(shard_optimizer_state=True)"
+        add("--replica-bytes-per-second", type=float, metavar="X", help="between replicas (default: same as between stages)")
+        help_ = "shard the optimizer state over the replicas, as with FxPipeStrategy(shard_optimizer_state=True)"
         add("--shard-optimizer-state", action="store_true", help=help_)
         _add_device_and_files(parser, "output", "html", "plot", "trace")
 
@@ -112,7 +118,7 @@ def layouts(arguments: Sequence[str], purpose: str) -> int:
 def _add_stage_options(parser: Any) -> None:
     add = parser.add_argument
     add("--num-stages", type=PositiveInt, metavar="N", help="number of stages (default: the Trainer's devices)")
-    add("--num-devices", type=PositiveInt, metavar="P", help="devices that share the stages (default: one for each stage)")
+    add("--num-devices", type=PositiveInt, metavar="P", help="number of devices (default: one per stage)")
     _add_cut_options(parser, get_args(BalanceName), "parameters")
 
 
@@ -121,27 +127,29 @@ def _add_cut_options(parser: Any, balances: Sequence[str], balance: str | None) 
         parser.add_argument(option, nargs="+", type=kind, default=[], metavar=metavar, help=help_)
 
     add = parser.add_argument
-    add("--num-microbatches", type=PositiveInt, metavar="M", help="microbatches of a batch (default: chosen by its size)")
-    add("--batch-dim", type=int, default=0, metavar="D", help="dimension of tensors that is the batch")
+    add(
+        "--num-microbatches", type=PositiveInt, metavar="M", help="microbatches per batch (default: chosen from the batch size)"
+    )
+    add("--batch-dim", type=int, default=0, metavar="D", help="batch dimension of the tensors")
     add("--balance", choices=balances, default=balance, help="what to balance across stages")
-    several("--split-points", str, "PATH", "modules that the stages after the first begin with, in place of a balance")
-    several("--stage-of", _Pin, "PATTERN=STAGE", "stages of modules, as 'model.embed*=0'; -1 is the last stage")
+    several("--split-points", str, "PATH", "first module of each stage after the first, instead of balancing")
+    several("--stage-of", _Pin, "PATTERN=STAGE", "stages of modules, such as 'model.embed*=0'; -1 is the last stage")
     several("--device-speeds", PositiveFloat, "X", "relative speed of each rank's device; rank 0 has the last stage")
-    several("--device-memory-gib", PositiveFloat, "X", "memory of each rank's device in GiB, or one number for all")
+    several("--device-memory-gib", PositiveFloat, "X", "memory of each rank's device in GiB, or one number for all devices")
 
 
 def _add_simulation_options(parser: Any, schedules_help: str) -> None:
     add = parser.add_argument
-    add("--plan", metavar="FILE", help="simulate a saved plan, in place of a new one")
+    add("--plan", metavar="FILE", help="simulate a saved plan instead of a new one")
     add("--schedules", nargs="+", default=[*SCHEDULES], metavar="NAME", help=schedules_help)
-    help_ = "bytes that the optimizer keeps for each byte of a parameter; Adam keeps 2"
+    help_ = "bytes of optimizer state per byte of parameters; 2 for Adam"
     add("--optimizer-bytes", type=float, default=2.0, metavar="X", help=help_)
 
 
 def _add_device_and_files(parser: Any, *files: str) -> None:
-    help_ = f"device of each rank: {', '.join(DEVICES)}, or a YAML file as Device.load reads it"
+    help_ = f"device of each rank: {', '.join(DEVICES)}, or a YAML file for Device.load"
     parser.add_argument("--device", default="a100", metavar="NAME|FILE", help=help_)
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     for name in files:
         parser.add_argument(f"--{name}", metavar="FILE", help=_FILES[name])
 
@@ -224,6 +232,6 @@ def _save(work: Work, **writers: Callable[[Path], object]) -> None:
             try:
                 write(Path(path))
             except OSError as error:
-                todo = f"Give --{name} a path in a folder that exists and is writable."
+                todo = f"Pass a path in an existing, writable folder to --{name}."
                 raise FxPipeError("Cannot write a file.", where=path, observed=error.strerror, todo=todo) from error
             print(f"Saved to {path}", file=sys.stderr)

@@ -34,16 +34,17 @@ from lightning_fxpipe.user_code.step import StepKind
 # The batches of an epoch after which ranks may be spared: their steps, or the one before, have shown what the stages need.
 _CONSIDERED = (2, 3)
 _DISAGREEMENT = BatchError(
-    "A dataloader ends at different batches on different ranks.",
-    expected="the same batches in the same order on every rank of a pipeline, and in training as many in each replica",
-    todo="Let the data depend on no rank: do not cut it up by RANK or by the world size, and call seed_everything before "
-    "random data is made. Where there are replicas, drop what is left over when the samples are shared out among them.",
+    "A dataloader has a different number of batches on different ranks.",
+    expected="the same batches in the same order on every rank of a pipeline, and in training the same number of batches in "
+    "each replica",
+    todo="Load the same data on every rank: do not split it by RANK or world size, and call seed_everything before generating "
+    "random data. With several replicas, drop the samples that do not divide evenly among them.",
 )
 DIFFERENT_BATCHES = BatchError(
-    "The ranks of the pipeline have different batches.",
+    "The ranks of the pipeline loaded different batches.",
     expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
-    todo="Make the data the same in every process: call seed_everything before random data is made or split, and let nothing "
-    "but the step's code and hooks change it.",
+    todo="Load the same data in every process: call seed_everything before generating or splitting random data, and change "
+    "batches only in the step and in hooks.",
 )
 _COMPARED_EVERY = 32  # batches of an epoch, the first included: it takes some tenths of a millisecond
 # Samplers that give as many samples as they say.

@@ -111,7 +111,7 @@ class Sparing:
             self._spared[kind] = agreed
             spared = sorted(stage for rank in agreed for stage in self._topology.placement.stages_of(rank))
             stages = f"stage{'s' * (len(spared) > 1)} {', '.join(map(str, spared))}"
-            self._tell(f"The ranks of {stages} load no more data for {kind.value}: they need no more than its shapes.")
+            self._tell(f"The ranks of {stages} stop loading data for {kind.value}: they need only its shapes.")
 
     def load(self, kind: StepKind | None, load: Callable[[], list[Any]]) -> list[Any]:
         """Loads on the ranks that are not spared. Called by every rank.
@@ -200,6 +200,6 @@ def _can_be_sent(batch: Any) -> bool:
     try:
         pickle.loads(describe_batch(batch))
     except Exception:
-        _logger.debug("Every rank loads the batches: a %s cannot be sent", type(batch).__name__, exc_info=True)
+        _logger.debug("Every rank loads the batches, because a %s cannot be sent", type(batch).__name__, exc_info=True)
         return False
     return True

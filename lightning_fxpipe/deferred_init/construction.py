@@ -116,7 +116,7 @@ class Construction(Recording):
             try:
                 result = _without_data(function, args, kwargs)
             except Exception:
-                _logger.debug("%s runs with data: it does not without", function, exc_info=True)
+                _logger.debug("%s runs with real data, because it failed on tensors without data", function, exc_info=True)
                 result = None
             else:
                 if changed or tensors_in(result):

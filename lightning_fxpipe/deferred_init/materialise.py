@@ -22,7 +22,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.exchange import named_tensors
 
 _PLACEHOLDER = "_stands_for_another_stage"
-_NOT_INITIALISED = "no method of a module initialises it"
+_NOT_INITIALISED = "no module method initialises it"
 _CONTAINERS = (list, dict, tuple)
 
 
@@ -138,7 +138,7 @@ class Materials:
         """Runs the modules' own initialisation of ``blank`` where none was recorded; returns what is wrong, by FQN."""
         known = self._construction
         faults = {
-            fqn: "changed after it was made, outside of configure_model and init_module"
+            fqn: "it was changed after construction, outside configure_model and init_module"
             for *_, fqn, tensor in named_tensors(self._module)
             if tensor.is_meta and known.has(tensor) and not known.is_unchanged(tensor)
         }
@@ -156,7 +156,7 @@ class Materials:
             if not known.is_written(tensor):
                 faults[fqn] = _NOT_INITIALISED
             elif version_of(tensor) - before[id(tensor)] < before[id(tensor)]:
-                faults[fqn] = "its module's constructor did more to it than the module's methods for initialisation do"
+                faults[fqn] = "its module's constructor does more than the module's initialisation methods"
         return faults
 
     def _fill_attributes(self, registered: Collection[int]) -> None:
@@ -189,12 +189,12 @@ def _raise_faults(faults: Mapping[str, str]) -> None:
         return
     shown = [f"{name} ({fault})" for name, fault in list(faults.items())[:6]]
     raise UnsupportedError(
-        "Nobody knows the initial values of tensors that lie on the meta device.",
+        "The initial values of tensors on the meta device are unknown.",
         observed=", ".join(shown) + (f" and {len(faults) - 6} others" if len(faults) > 6 else ""),
-        expected="modules made in configure_model or trainer.init_module, which are initialised as on one device; or"
-        " modules whose reset_parameters gives all of their parameters and buffers values",
-        todo="Make the model in LightningModule.configure_model, without torch.device('meta'); or give the module, or the"
-        " LightningModule, a method reset_parameters; or start from a checkpoint that has these tensors.",
+        expected="modules created in configure_model or trainer.init_module, which are initialised as on one device; or "
+        "modules whose reset_parameters initialises all of their parameters and buffers",
+        todo="Create the model in LightningModule.configure_model, without torch.device('meta'); or add a method "
+        "reset_parameters to the module or the LightningModule; or start from a checkpoint that contains these tensors.",
     )
 
 
@@ -227,11 +227,12 @@ def check_is_whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     gone = [fqn for fqn, parameter in parameters if parameter.is_meta]
     if gone:
         raise UnsupportedError(
-            "The module does not have all of its parameters.",
+            "The module has lost some of its parameters.",
             observed=f"no data for {gone[0]}" + (f" and {len(gone) - 1} others" if len(gone) > 1 else ""),
-            expected="a module that no other strategy has split",
-            todo="Use the same Trainer again, or make a new module and load a checkpoint into it. A module is whole again "
-            "after a run that ended well, unless FxPipeStrategy(gather_after_run=False) or a lack of memory forbids it.",
+            expected="a module that another strategy has not split",
+            todo="Use the same Trainer again, or create a new module and load a checkpoint into it. After a successful run "
+            "the module has all of its parameters again, unless FxPipeStrategy(gather_after_run=False) is set or memory "
+            "is short.",
         )
 
 

@@ -70,7 +70,7 @@ class Constant:
     def value(self) -> Tensor:
         """The tensor; raises RuntimeError where somebody has changed it."""
         if version_of(self.tensor) != self.version:
-            raise RuntimeError("A tensor that weights are initialised from was changed after that.")
+            raise RuntimeError("A tensor from which weights were initialised was changed afterwards.")
         return self.tensor
 
 

@@ -105,11 +105,12 @@ class Decisions:
         if passed:
             because = f", since {', '.join(changed)} changed" if changed else ""
             raise TraceError(
-                "The ranks of the pipeline do not agree on recording the step again.",
-                observed=f"rank {self._rank} would record it{because}; rank {', '.join(map(str, passed))} has a graph of it",
-                expected="the same values on every rank where the model is called",
-                todo="Look for what user code sets on one rank only: in code after the model's call that an exception ends, "
-                "in a hook under `if trainer.is_global_zero`, or from unseeded random numbers.",
+                "The ranks of the pipeline disagree on whether to retrace the step.",
+                observed=f"rank {self._rank} would retrace it{because}; rank {', '.join(map(str, passed))} has a matching "
+                "trace",
+                expected="the same values on every rank when the model is called",
+                todo="Look for state that your code sets on one rank only: after the model's call in code that an exception "
+                "cuts short, in a hook under `if trainer.is_global_zero`, or from unseeded random numbers.",
             )
 
     def note(self, graph: UsedGraph | None) -> None:

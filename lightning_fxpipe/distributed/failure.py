@@ -186,8 +186,8 @@ class FailureWatch:
         """Begins a new run; the arguments are those of the function. Called by every rank."""
         if self.connections.are_shut:
             raise FxPipeError(
-                "The ranks of the pipeline have lost each other in a run that failed.",
-                todo="Start the program anew, and resume from a checkpoint.",
+                "The ranks of the pipeline were disconnected by an earlier failed run.",
+                todo="Restart the program and resume from a checkpoint.",
             )
         self._run += 1
         self._ended.clear()
@@ -342,7 +342,7 @@ class FailureWatch:
             error = self.conclude(error)  # outside a run
         first = self._first()
         if isinstance(error, PeerError) and first is not None:
-            self._print_consequence(first, f"stopped, because {first.sentence}{_afterwards(last, first)}")
+            self._print_consequence(first, f"stopped because {first.sentence}{_afterwards(last, first)}")
             return
         other = self._failure_of_others(_ORDER_SECONDS)
         if other is not None and self._own is not None and other.summary == self._own.summary:
@@ -376,7 +376,7 @@ class FailureWatch:
         told = self._lifeline is not None and self._lifeline.wait_done(failure.rank, _TOLD_SECONDS)
         speaker = 0 if failure.rank != 0 else 1  # one of those that are left
         lines = [] if told or not failure.traceback or self._rank != speaker else [f"[rank {failure.rank}] {failure.traceback}"]
-        what = what or f"stopped, because {failure.sentence}"
+        what = what or f"stopped because {failure.sentence}"
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             print("".join(lines) + f"[rank {self._rank}] {what}", file=sys.stderr, flush=True)
@@ -396,7 +396,7 @@ def _raised_for(failure: Failure, rank: int) -> BaseException:
         return KeyboardInterrupt()
     if failure.exit_code is not None:
         return SystemExit(failure.exit_code)
-    what = "Another rank of the pipeline failed." if failure.rank != rank else "The other ranks have ended without this one."
+    what = "Another rank of the pipeline failed." if failure.rank != rank else "The other ranks have exited without this one."
     error = PeerError(what, where=f"rank {failure.rank}", observed=failure.summary)
     if failure.traceback:
         error.add_note(f"Its traceback:\n{failure.traceback.rstrip()}")
@@ -420,7 +420,7 @@ def _traceback_of(error: BaseException) -> tuple[str, bool]:
         return printable("".join(traceback.format_exception(error))), True
     except BaseException as why:
         frames = "".join(traceback.format_tb(interpreters(error, "__traceback__")))
-        said = f"{type(error).__name__}: {text_of(error)} (more could not be printed: {type(why).__name__})"
+        said = f"{type(error).__name__}: {text_of(error)} (the traceback could not be printed: {type(why).__name__})"
         return f"Traceback (most recent call last):\n{printable(frames)}{said}\n", False
 
 

@@ -66,9 +66,8 @@ def connect_with_first(rank: int, world_size: int, address: str, gather: Gather)
     missing = [rank for rank, has_connection in enumerate(votes) if not has_connection]
     where = "without a port to listen on" if offer is None else f"at port {offer.port} of {' or '.join(offer.hosts)}"
     warn(
-        f"The ranks could not be connected with rank 0, {where}, to tell each other of failures; ranks {missing} have no "
-        "connection. One that fails, dies or is stopped is now noticed only by others that wait for it in a collective, which "
-        "may last until `timeout`."
+        f"Ranks {missing} could not connect to rank 0, {where}, to exchange failure reports. If a rank fails, dies or hangs, "
+        "the others notice only when a collective with it reaches `timeout`."
     )
     return None
 

@@ -131,7 +131,7 @@ class Lifeline:
             if news is not None and self._may_say(rank, news):
                 self._take(news)
             else:
-                _logger.debug("Rank %d has sent what is no news: %r", rank, line[:200])
+                _logger.debug("Rank %d sent an invalid message: %r", rank, line[:200])
         return bool(data)
 
     def _may_say(self, rank: int, news: News) -> bool:
@@ -181,7 +181,7 @@ def _send(connection: socket.socket, line: bytes) -> None:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)  # half a line may have been sent, after which nothing can be
     except OSError as error:  # it has gone, which the listening thread sees as well
-        _logger.debug("A rank has gone: %s", error)
+        _logger.debug("A rank disconnected: %s", error)
 
 
 def connect(

@@ -47,13 +47,13 @@ class Failure:
 
 def death(rank: int) -> Failure:
     """The failure of a rank whose connection is closed without a word."""
-    why = "the process died (killed by a signal, out of memory, or ended by os._exit)"
+    why = "the process died (killed by a signal, out of memory, or os._exit)"
     return Failure(rank=rank, run=sys.maxsize, summary=why)
 
 
 def silence(rank: int, seconds: float) -> Failure:
     """The failure of a rank that has not been heard of for a time."""
-    why = f"has not answered for {seconds:g} s: it is stopped (SIGSTOP), or its machine is gone"
+    why = f"has not answered for {seconds:g} s: it is stopped (SIGSTOP) or its machine is unreachable"
     return Failure(rank=rank, run=sys.maxsize, summary=why, is_silence=True)
 
 

@@ -337,19 +337,19 @@ def _tensor(given: Any, function: str) -> Any:
 def _only(entries: Any, function: str) -> Any:
     """The only entry of a list that has one for each replica."""
     if len(entries) != 1:
-        raise _refusal(f"{function} with a list of {len(entries)}", "a list of one: as many as dist.get_world_size() says")
+        raise _refusal(f"{function} with a list of {len(entries)}", "a list of one entry, as dist.get_world_size() returns 1")
     return entries[0]
 
 
 def _refuse(name: str, /, **_: Any) -> None:
-    raise _refusal(name, "what a single replica can do: it has nobody to talk to")
+    raise _refusal(name, "an operation that a single replica can perform")
 
 
 def _refusal(observed: str, expected: str) -> UnsupportedError:
     return UnsupportedError(
-        "User code talks to other replicas, of which there are none: the ranks of a pipeline are one.",
+        "User code communicates with other replicas, but there is only one: the ranks of a pipeline form a single replica.",
         where=user_source(),
         observed=f"torch.distributed.{observed}",
         expected=expected,
-        todo="Ask torch.distributed.get_world_size() instead of the environment or the number of devices.",
+        todo="Use torch.distributed.get_world_size() instead of the environment or the number of devices.",
     )

@@ -68,11 +68,11 @@ class ReplicaCalls:
         name, has_gradients = original.__name__, original.__module__ == _WITH_GRADIENTS
         if name in _REFUSED or (has_gradients and name not in _SUITED):
             raise UnsupportedError(
-                "User code asks for what several replicas of a pipeline cannot do.",
+                "User code calls a collective that replicas of a pipeline do not support.",
                 where=user_source(),
                 observed=f"{original.__module__}.{name}",
-                expected="collectives of all replicas; of those that pass gradients on, all_gather and all_reduce",
-                todo="Use one of these.",
+                expected="collectives over all replicas; if differentiable, all_gather or all_reduce",
+                todo="Use one of these collectives.",
             )
         check_may_talk()
         if has_gradients and name == "all_gather":

@@ -25,17 +25,17 @@ from lightning_fxpipe.user_code.frames import user_source
 class TalksToReplicas(NeedsWholeBatch):
     """A step talks to other replicas where it runs for each microbatch, of which these may have fewer or none."""
 
-    does = "talks to other replicas"
+    does = "communicates with other replicas"
 
 
 def check_may_talk() -> None:
     """Raises :class:`TalksToReplicas` where that is forbidden. Called before user code's values go to other replicas."""
     if is_for_microbatch():
         raise TalksToReplicas(
-            "The step talks to other replicas, and with this schedule it runs for each microbatch.",
+            "The step communicates with other replicas, but this schedule runs the step once per microbatch.",
             where=user_source(),
-            expected="a step whose loss is that of its own replica's samples",
-            todo='Set FxPipeStrategy(schedule="gpipe"), with which the step runs once for each batch.',
+            expected="a step whose loss depends only on the samples of its own replica",
+            todo='Set FxPipeStrategy(schedule="gpipe"), which runs the step once per batch.',
         )
 
 
@@ -68,10 +68,10 @@ def reduced(value: Any, replicas: Replicas, group: Any, operation: Any) -> Any:
     known: Any = _OPERATIONS.get(operation.lower()) if isinstance(operation, str) else operation or dist.ReduceOp.SUM
     if known is None:
         raise UnsupportedError(
-            "There is no such way to reduce a tensor over the replicas.",
+            "The reduction over replicas is not supported.",
             observed=f"reduce_op={operation!r}",
             expected=f"one of {', '.join(_OPERATIONS)}, or a ReduceOp of torch.distributed",
-            todo="Choose one of these.",
+            todo="Use one of these operations.",
         )
     found = exchanged(all_reduce, value, replicas, known)
     if isinstance(operation, str) and operation.lower() in _MEANS:
@@ -193,8 +193,8 @@ def voted(decision: bool, replicas: Replicas, *, all: bool) -> bool:
 def _check_group(replicas: Replicas, group: Any) -> None:
     if group not in (None, dist.group.WORLD, replicas.group):
         raise UnsupportedError(
-            "Values can be put together over all replicas only.",
-            observed="a process group of your own",
-            expected="none, which means all replicas",
-            todo="Leave the group out.",
+            "Values can be reduced or gathered over all replicas only.",
+            observed="a custom process group",
+            expected="no process group, which means all replicas",
+            todo="Omit the process group.",
         )

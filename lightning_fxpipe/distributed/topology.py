@@ -261,10 +261,10 @@ def shared_topology(device: torch.device, timeout: timedelta, placement: Placeme
     failed = [number for number, _ in told]
     if any(theirs != placement for _, theirs in told):
         raise UnsupportedError(
-            "The ranks of the pipeline place the stages differently.",
+            "The ranks of the pipeline disagree on the placement of stages.",
             observed="; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(told)),
-            expected="the same options on every rank, and the same plan and table of actions where they are files",
-            todo="Give all processes the same options, and all machines the same files.",
+            expected="the same options, plan and schedule table on every rank",
+            todo="Pass the same options in all processes, and copy the same files to all machines.",
         )
     assert dist.group.WORLD is not None
     known = _in_use.setdefault(dist.group.WORLD, {})

@@ -67,9 +67,9 @@ class Readers:
 
         def refusal(observed: str) -> UnsupportedError:
             return UnsupportedError(
-                f"The {step} returns something that {name} cannot get on the other ranks.",
+                f"The {step} returns a value that {name} cannot receive on the other ranks.",
                 observed=observed,
-                expected="tensors and plain values: only the last stage runs the step to its end",
+                expected="tensors and plain values: only the last stage runs the step to its end, and sends the result",
                 todo="Return a tensor, a number or a dict of them.",
             )
 

@@ -68,9 +68,9 @@ def followed(present: Any, value: Any, device: torch.device) -> Any:
 
 def _not_on_rank_zero(name: Any, hook: str, topology: Topology) -> UnsupportedError:
     return UnsupportedError(
-        f"A hook changes the {' '.join(map(str, name))} on one rank of the pipeline and not on rank 0.",
+        f"A hook changes the {' '.join(map(str, name))} on one rank of the pipeline, but not on rank 0.",
         where=hook,
         observed=f"another value on rank {topology.global_rank(topology.rank)}",
-        expected="changes that rank 0 makes, too: it has copies of all tensors, and what it changes is changed everywhere",
-        todo="Make the change without a condition on the rank, or under `if trainer.is_global_zero`.",
+        expected="changes made on rank 0, which holds copies of all tensors and propagates its changes to all ranks",
+        todo="Make the change on every rank, or under `if trainer.is_global_zero`.",
     )

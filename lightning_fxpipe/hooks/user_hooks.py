@@ -452,9 +452,9 @@ class Hooks:
         self._reported |= names
         if new:
             warn(
-                f"A hook logs values that differ between the ranks of the pipeline: {', '.join(new)}. Rank 0's are taken. That "
-                "is right for times and memory; what is computed from something that only one rank has must come from rank 0, "
-                "which runs the steps to their end."
+                f"A hook logs values that differ between the ranks of the pipeline: {', '.join(new)}. Rank 0's values are "
+                "used. That is correct for times and memory. Compute values that depend on one rank's data on rank 0, which "
+                "runs the steps to their end."
             )
 
 
@@ -465,11 +465,11 @@ def _asks_first(result: Sequence[float]) -> bool:
 
 def _not_together(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"Not every rank of the pipeline calls {what} in a hook.",
+        f"Only some ranks of the pipeline call {what} in a hook.",
         where=user_source(),
         observed="a call on some ranks only",
-        expected="a call on every rank, since each has a part of the model",
-        todo="Make the call without a condition on the rank, such as trainer.is_global_zero. What it writes is written once.",
+        expected="a call on every rank, because each holds a part of the model",
+        todo="Call it on every rank, without a condition such as trainer.is_global_zero. Files are written only once.",
     )
 
 

@@ -379,9 +379,9 @@ def in_place(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
 
 def _in_trace() -> UnsupportedError:
     return UnsupportedError(
-        "A hook records the model with a tracer that cannot see other stages' tensors.",
+        "A hook traces the model with a tracer that cannot access other stages' tensors.",
         where=user_source(),
-        observed="a tensor of another stage, used while it records",
+        observed="use of another stage's tensor during tracing",
         expected=f"one of {', '.join(f'{owner.__name__}.{name}' for owner, name in TRACERS)}",
-        todo="Use one of these, or record a copy: copy.deepcopy(module), made before.",
+        todo="Use one of these tracers, or trace a copy that was made beforehand with copy.deepcopy(module).",
     )

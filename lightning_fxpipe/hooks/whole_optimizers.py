@@ -19,7 +19,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.hooks.rank_zero_changes import followed
 from lightning_fxpipe.optim.optimizers import StageOptimizer
 
-_STATE, _OPTIONS, _GROUPS, _OTHER_STATE = "state of", "options of group", "number of groups", "state of no parameter"
+_STATE, _OPTIONS, _GROUPS, _OTHER_STATE = "state of", "options of group", "number of groups", "state without a parameter"
 _OF_PARAMETERS = ("params", "param_names")
 
 
@@ -127,8 +127,8 @@ class WholeOptimizers:
 
 def _another_group() -> UnsupportedError:
     return UnsupportedError(
-        "A hook gives an optimizer another number of parameter groups on one rank of the pipeline than on rank 0.",
+        "A hook leaves an optimizer with a different number of parameter groups on one rank of the pipeline than on rank 0.",
         observed="add_param_group, or a change of optimizer.param_groups, on some ranks only",
         expected="the same groups on every rank",
-        todo="Add the group without a condition on the rank, such as trainer.is_global_zero.",
+        todo="Add the group on every rank, without a condition such as trainer.is_global_zero.",
     )

@@ -110,10 +110,10 @@ def fixed_nodes(traced: TracedRegion, division: Division) -> frozenset[str]:
 def _symbol_of_batch(traced: TracedRegion) -> Any:
     found = {settle(symbol, traced.world.replacements()) for symbol in traced.batch_symbols}
     if not found:
-        raise NotDivisible("no tensor that the model gets has the batch as a dimension")
+        raise NotDivisible("no tensor passed to the model has a batch dimension")
     symbol = found.pop()
     if found or not getattr(symbol, "is_Symbol", False):
-        raise NotDivisible("the model's code holds for one batch size only")
+        raise NotDivisible("the model's code is specialised to one batch size")
     return symbol
 
 
@@ -122,13 +122,13 @@ def _unit(placeholders: Iterable[fx.Node], rows: Rows) -> Any:
     units = {rows.sizes(value)[dim] for value in values for dim in rows.carrying(value)}
     if len(units) != 1:
         raise NotDivisible(
-            f"its inputs have different numbers of rows for each sample: {', '.join(sorted(map(str, units)))}"
+            f"its inputs have different numbers of rows per sample: {', '.join(sorted(map(str, units)))}"
             if units
-            else "none of its inputs has the batch as a dimension"
+            else "none of its inputs has a batch dimension"
         )
     (unit,) = units
     if unit != rows.symbol and not (unit / rows.symbol).is_Integer:
-        raise NotDivisible("an input's rows are no multiple of the samples")
+        raise NotDivisible("the number of rows of an input is not a multiple of the batch size")
     return unit
 
 
@@ -137,7 +137,7 @@ def _joined_dim(value: Tensor, unit: Any, rows: Rows) -> int | None:
     if not dims:
         return None
     if len(dims) > 1 or rows.sizes(value)[dims[0]] != unit:
-        raise NotDivisible("a tensor has the batch in a way that microbatches cannot be joined in")
+        raise NotDivisible("the layout of a tensor's batch dimension does not allow its microbatches to be concatenated")
     return dims[0]
 
 
@@ -272,15 +272,15 @@ class _Tail:
     def _why_unmovable(self, group: tuple[fx.Node, ...]) -> str | None:
         for node in group:
             if draws(node) or not self._parameters.isdisjoint(node_fqns(node, self._traced.root)):
-                return f"{call_words(node)} gives values in which the samples cannot be told apart"
+                return f"{call_words(node)} returns values that mix the samples of the batch"
         return None
 
     def _twin(self, group: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """A second call for the tail, where the stages need the first."""
         if any(node.meta.get("mutated_storages") for node in group):
-            raise NotDivisible(f"{call_words(group[0])} changes memory that the stages use, too")
+            raise NotDivisible(f"{call_words(group[0])} modifies memory that the stages also use")
         if any(makes_objects(node) for node in group):
-            raise NotDivisible(f"{call_words(group[0])} is an object that calls of the stages may change")
+            raise NotDivisible(f"{call_words(group[0])} is an object that the stages may modify")
         copies: dict[fx.Node, fx.Node] = {}
         graph, place = self._traced.graph, group[-1]
         for node in group:
@@ -310,7 +310,7 @@ class _Tail:
             if node in tail or node.op in ("output", "placeholder", "get_attr") or not isinstance(value, Tensor):
                 continue
             if storage_key(value) in changed:
-                raise NotDivisible(f"{call_words(node)} shares memory with what is changed for the whole batch")
+                raise NotDivisible(f"{call_words(node)} shares memory with a tensor that is modified for the whole batch")
 
 
 def _symbols(size: Any) -> set[Any]:

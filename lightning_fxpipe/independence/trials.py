@@ -79,7 +79,7 @@ def mixing_call_of_one(
     try:
         return mixing_call(module, pair, dims, rows_of, 2)
     except Exception as error:  # code may hold for one sample only
-        logger.debug("A stage was not tried with another sample: %s", error)
+        logger.debug("Could not run a stage with a different sample: %s", error)
         return None
 
 
@@ -130,7 +130,7 @@ def counting_call(
         try:
             _run(after, longer)
         except Exception as error:  # code may hold for the microbatch only
-            logger.debug("A stage was not tried with one more sample: %s", error)
+            logger.debug("Could not run a stage with one more sample: %s", error)
             return Counting(call=None if after.differing is None else call_words(after.differing))
     numbers = tuple(name for name, value in before.numbers.items() if after.numbers.get(name, value) != value)
     return Counting(call=None if after.differing is None else call_words(after.differing), numbers=numbers)
@@ -152,7 +152,7 @@ def carrying_call(module: fx.GraphModule, inputs: Sequence[Tensor | None]) -> st
         try:
             _interpret(again, inputs)
         except Exception as error:  # it wants what it has kept to be taken first
-            logger.debug("A stage was not made again with what it has kept: %s", error)
+            logger.debug("Could not rebuild a stage from its saved activations: %s", error)
     for node in module.graph.nodes:
         one, other = first.found.get(node.name), again.found.get(node.name)
         if one is not None and (other is None or one.shape != other.shape or not _alike(one, other)):

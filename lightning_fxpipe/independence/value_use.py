@@ -53,7 +53,7 @@ def made_without_values(repeat: Repeat, group: Sequence[fx.Node], following: Col
             else:
                 raise ValueError(f"the size of {node_words(operand)} depends on data")
         if not (node.op == "call_module" or is_of_torch(node) or makes_objects(node) or "part_of" in node.meta):
-            raise ValueError(f"{node_words(node)} is no call that can be made again")
+            raise ValueError(f"{node_words(node)} is a call that cannot be repeated")
         if node.meta.get("mutated_storages") or not all(map(repeat.is_known, size_symbols((node.args, node.kwargs)))):
             raise ValueError(f"{node_words(node)} changes memory, or uses a size that depends on data")
         values[node] = repeat.call(node, values, call_module)
@@ -65,7 +65,7 @@ def made_without_values(repeat: Repeat, group: Sequence[fx.Node], following: Col
             results = {node: values[node] for node in group if isinstance(values[node], Tensor)}
             return frozenset(node for node, result in results.items() if not followed.reaches(result))
     except Exception as error:  # whatever it is that it cannot do without data
-        logger.debug("Whether %s uses values cannot be seen (%s)", node_words(group[0]), error)
+        logger.debug("Cannot determine if %s reads tensor values (%s)", node_words(group[0]), error)
         return frozenset()
 
 
@@ -98,7 +98,7 @@ class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         uses = reads or torch.Tag.nondeterministic_seeded in func.tags  # draws are other ones for each microbatch
         changed = {storage_key(tensor) for tensor in written_arguments(func, args, kwargs)}
         if uses and not changed <= self._made:
-            raise ValueError(f"{func} may put values into memory that lasts")
+            raise ValueError(f"{func} may store values beyond the call")
         new = {storage_key(tensor) for tensor in made}
         self._made |= new - keys
         if uses:

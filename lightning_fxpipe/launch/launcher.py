@@ -135,10 +135,10 @@ class Launcher:
         for child in self._children:
             child.kill()
         ranks = ", ".join(f"rank {rank} with exit status {code}" for rank, code in failed)
-        print(f"[rank 0] stopped, because another process ended: {ranks}", file=sys.stderr, flush=True)
+        print(f"[rank 0] stopped because another process exited: {ranks}", file=sys.stderr, flush=True)
         if not self._have_met and all(code == 0 for _, code in failed):
             print(
-                "It had not come to this run of the Trainer. Does the script end early where LOCAL_RANK is set?",
+                "It had not reached this run of the Trainer. Does the script exit early if LOCAL_RANK is set?",
                 file=sys.stderr,
                 flush=True,
             )

@@ -37,10 +37,10 @@ def make_launcher(strategy: Any, start_method: StartMethod | None, *, gathers: b
         return Launcher(partial(_start, strategy.cluster_environment, strategy.num_processes, strategy.num_nodes))
     if not gathers:
         raise UnsupportedError(
-            "The trained parameters would be lost.",
-            observed=f"gather_after_run=False, and processes started by {start_method!r}, which end with each run",
-            expected="processes that give the whole module back to the one that started them",
-            todo="Run a script, with python or torchrun, or leave out gather_after_run=False.",
+            "The trained parameters would be lost at the end of the run.",
+            observed=f"gather_after_run=False with processes started by {start_method!r}, which exit after each run",
+            expected="processes that return the full module to the process that started them",
+            todo="Run a script with python or torchrun, or remove gather_after_run=False.",
         )
     return ForkingLauncher(multiprocessing_launcher(strategy, start_method))
 

@@ -95,8 +95,8 @@ def _inside_the_model(name: str, metric: nn.Module, method: str) -> UnsupportedE
     return UnsupportedError(
         f"The metric {name} is called between the first and the last call of the model.",
         where=user_source(),
-        observed=f"{type(metric).__name__}.{method} in a part of the step that is cut into stages",
-        expected="metrics that are called by the step before the model or after it",
+        observed=f"{type(metric).__name__}.{method} in a part of the step that is split into stages",
+        expected="metrics called in the step before or after the model",
         todo="Return the values from the model, and call the metric after the model's last call.",
     )
 
@@ -151,7 +151,7 @@ def _call_uncounted(
         try:
             return function(*args, **kwargs)
         except Exception:
-            _logger.debug("%s.%s does not run without data", type(metric).__name__, method, exc_info=True)
+            _logger.debug("%s.%s does not run on tensors without data", type(metric).__name__, method, exc_info=True)
             return torch.zeros(()) if method in ("forward", "compute") else None
 
 

@@ -68,7 +68,7 @@ class MetricStates:
 
 def _not_sendable(metric: str, attribute: str, observed: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The metric {metric} keeps something that the other ranks cannot get.",
+        f"The state of the metric {metric} cannot be shared with the other ranks.",
         observed=f"{attribute} is {observed}",
         expected="tensors and plain values: the step calls its metrics on the last stage only",
         todo="Keep tensors or plain values in the metric's state.",

@@ -148,9 +148,9 @@ class StepLog:
         found = self._names.get(id(metric))
         if found is None:
             raise UnsupportedError(
-                f"self.log({name!r}, ...) got a metric that the other ranks cannot find.",
-                observed=f"a {type(metric).__name__} that the LightningModule does not hold",
-                expected="a metric that is an attribute of the LightningModule, or in a list or dict that is one",
+                f"self.log({name!r}, ...) received a metric that the other ranks cannot identify.",
+                observed=f"a {type(metric).__name__} that is not an attribute of the LightningModule",
+                expected="a metric that is an attribute of the LightningModule, or an entry of a list or dict attribute",
                 todo="Set the metric as an attribute of the LightningModule in its __init__.",
             )
         return found
@@ -158,11 +158,11 @@ class StepLog:
 
 def _unsendable_option(name: str, option: str, value: Any, observed: str) -> UnsupportedError:
     return UnsupportedError(
-        f"self.log({name!r}, ...) got an option that the other ranks cannot get.",
+        f"self.log({name!r}, ...) received an option that cannot be sent to the other ranks.",
         where=user_source(),
         observed=f"{option}={value!r}, {observed}",
-        expected="options that are plain values, or functions of a module",
-        todo="Give the option as a text, such as 'mean', or as a function that a module defines.",
+        expected="options that are plain values or module-level functions",
+        todo="Pass the option as a string such as 'mean', or as a function defined at module level.",
     )
 
 
@@ -170,17 +170,17 @@ def _check_number(name: str, value: Any) -> float | Tensor:
     """The number that is logged, to be read later."""
     if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
         raise UnsupportedError(
-            f"self.log({name!r}, ...) got a value that is no number.",
+            f"self.log({name!r}, ...) received a value that is not a number.",
             observed=f"a {type(value).__name__}",
             expected="a number, a tensor with one element, or a torchmetrics Metric",
-            todo="Log a number, or a metric.",
+            todo="Log a number or a metric.",
         )
     if isinstance(value, Tensor) and value.is_meta:
         raise UnsupportedError(
-            f"self.log({name!r}, ...) got a value that the last stage cannot compute.",
-            observed="a tensor on the meta device: parameters of another stage went into it",
-            expected="a value computed from the model's result, the batch and what the last stage holds",
-            todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
+            f"self.log({name!r}, ...) received a value that the last stage cannot compute.",
+            observed="a tensor on the meta device, computed from parameters of another stage",
+            expected="a value computed from the model's result, the batch and the last stage's parameters",
+            todo="Log it in a hook in which each stage has its parameters, such as on_before_optimizer_step.",
         )
     return held_number(value)
 

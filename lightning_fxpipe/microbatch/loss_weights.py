@@ -55,10 +55,10 @@ class LossOptions:
         if loss_reduction not in ("auto", "mean", "sum"):
             raise ValueError(f"loss_reduction={loss_reduction!r}: expected 'auto', 'mean' or 'sum'")
         if loss_weight is not None and loss_reduction == "sum":
-            raise ValueError("loss_weight weighs the microbatches in a mean, and loss_reduction='sum' says that it is none")
+            raise ValueError("loss_weight weights the microbatches of a mean, but loss_reduction='sum' declares a sum")
         weight = imported_weight(loss_weight) if isinstance(loss_weight, str) else loss_weight
         if weight is not None and not callable(weight):
-            raise ValueError(f"loss_weight={loss_weight!r}: expected a function of a batch, or its import path")
+            raise ValueError(f"loss_weight={loss_weight!r}: expected a function of a batch or its import path")
         reduction = None if loss_reduction == "auto" else LossReduction(loss_reduction)
         return cls(reduction=LossReduction.MEAN if weight is not None else reduction, weight=weight)
 
@@ -74,11 +74,11 @@ class LossOptions:
             (counts,) = plain_numbers([held_number(self.weight(microbatch)) for microbatch in microbatches])
         if any(not math.isfinite(count) or count < 0 for count in counts) or not any(counts):
             raise UnsupportedError(
-                "The function given as loss_weight returned weights that make no mean.",
+                "The loss_weight function returned invalid weights.",
                 where=getattr(self.weight, "__qualname__", None),
                 observed=f"{counts} for the microbatches of one batch",
-                expected="numbers of at least zero, and not all zero",
-                todo="Return what the loss is divided by, such as the number of tokens that are not padding.",
+                expected="non-negative numbers, at least one of them positive",
+                todo="Return the denominator of the loss, such as the number of non-padding tokens.",
             )
         return tuple(count / sum(counts) for count in counts)
 

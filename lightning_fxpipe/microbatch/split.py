@@ -93,13 +93,13 @@ def batch_size(batch: Any, batch_dim: int = 0) -> int:
     if not named:
         raise _indivisible(
             f"no tensor with a batch dimension in a batch of type {type(batch).__name__}",
-            f"at least one tensor with the batch as dimension {batch_dim}",
+            f"at least one tensor whose dimension {batch_dim} is the batch",
         )
     if len(sizes) > 1:
         raise _indivisible(
-            f"tensors of different batch size: {', '.join(f'batch{path}: {size}' for path, size in named[:8])}",
-            f"one size for dimension {batch_dim} of every tensor, and for the first of those that have fewer; or lists with a "
-            "dict for each sample",
+            f"tensors with different batch sizes: {', '.join(f'batch{path}: {size}' for path, size in named[:8])}",
+            f"the same size in dimension {batch_dim} of every tensor, or in the first dimension of tensors with fewer "
+            "dimensions; or lists with one dict per sample",
         )
     return int(sizes.pop())
 
@@ -109,9 +109,9 @@ def _indivisible(observed: str, expected: str) -> BatchError:
         "The batch cannot be split into microbatches.",
         observed=observed,
         expected=expected,
-        todo="Set FxPipeStrategy(num_microbatches=1), which splits no batch, as graphs need it. Or give every tensor the batch "
-        "as that dimension, or name another with batch_dim=...; what has none, such as class weights, belongs into the module, "
-        "or into a tensor without dimensions.",
+        todo="Set FxPipeStrategy(num_microbatches=1) to run each batch unsplit, for example for graph data. Or make that "
+        "dimension the batch in every tensor, or set batch_dim=... to another dimension. Store tensors without a batch "
+        "dimension, such as class weights, in the module.",
     )
 
 

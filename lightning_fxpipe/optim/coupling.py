@@ -101,7 +101,7 @@ class _Trial:
         parts = [part for part in (range(count // 2), range(1, count, 2)) if 0 < len(part) < count]
         whole = self._run(range(count))
         if self._differ(whole, self._run(range(count))):
-            raise CannotTryError("two equal trials differ")
+            raise CannotTryError("two identical trials differ")
         if any(self._differ(whole, self._run(part)) for part in parts):
             return True
         if whole.saved is None:
@@ -109,7 +109,7 @@ class _Trial:
         try:
             resumed = self._run(range(count), whole.saved)
         except Exception:  # nor can it be on one device
-            _logger.debug("What %s saves cannot be loaded", type(self._optimizer).__name__, exc_info=True)
+            _logger.debug("The state_dict of %s cannot be loaded", type(self._optimizer).__name__, exc_info=True)
             return False
         return any(self._differ(resumed, self._run(part, whole.saved)) for part in parts)
 
@@ -242,6 +242,6 @@ def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
     """In place of a collective, ends the trial: in a pipeline each rank would send another stage's tensors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        raise CannotTryError(f"it calls torch.distributed.{function.__name__}, and the ranks have different parameters")
+        raise CannotTryError(f"it calls torch.distributed.{function.__name__}, but the ranks hold different parameters")
 
     return call

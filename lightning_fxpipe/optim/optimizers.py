@@ -330,9 +330,9 @@ class StageOptimizer:
                 "The optimizer has a parameter that the LightningModule does not have.",
                 where=type(self.optimizer).__name__,
                 observed=f"a tensor of shape {tuple(unknown[0].shape)} and {len(unknown) - 1} others in one of its groups",
-                expected="parameters of the LightningModule, as self.parameters() gives them",
-                todo="Make the optimizer in configure_optimizers, or anew after parameters have been replaced; make a module"
-                " that is trained an attribute of the LightningModule.",
+                expected="parameters of the LightningModule, as returned by self.parameters()",
+                todo="Create the optimizer in configure_optimizers, and recreate it after parameters are replaced. Make every "
+                "trained module an attribute of the LightningModule.",
             )
         return tuple(fqns[id(parameter)] for parameter in parameters)
 
@@ -358,11 +358,12 @@ class StageOptimizer:
         if isinstance(packed, Mapping) and isinstance(packed.get(STATE), Mapping) and isinstance(packed.get(GROUPS), list):
             return
         raise UnsupportedError(
-            "The state of the optimizer cannot be saved or restored stage by stage.",
+            "The optimizer state cannot be saved or restored stage by stage.",
             where=f"{type(self.optimizer).__name__}.state_dict",
             observed=f"entries {sorted(map(str, packed))}" if isinstance(packed, Mapping) else f"a {type(packed).__name__}",
-            expected="'state', by parameter, and 'param_groups', as torch's optimizers have them; others beside them are kept",
-            todo="Bring the optimizer's state_dict into this form, or train without checkpoints (enable_checkpointing=False).",
+            expected="'state' by parameter and 'param_groups', as in torch's optimizers; additional entries are saved "
+            "unchanged",
+            todo="Change the optimizer's state_dict to this form, or disable checkpoints (enable_checkpointing=False).",
         )
 
 

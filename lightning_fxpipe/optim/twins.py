@@ -101,7 +101,7 @@ class _Copier:
 
     def _tensor(self, value: Tensor, path: str) -> Tensor:
         if isinstance(value, nn.Parameter) and id(value) not in self._known:
-            raise CannotTryError(f"{path} is a parameter that is in none of its groups")
+            raise CannotTryError(f"{path} is a parameter that is not in its groups")
         if id(value) in self._known:
             return nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)  # the copy lacks it
         total = {sum(math.prod(shape) for shape in shapes) for shapes in self._shapes}
@@ -123,7 +123,7 @@ class _Copier:
         is_ordered = not isinstance(value, dict) or not all(isinstance(key, str) for key in value)
         every = {shape for of_group in self._shapes for shape in of_group}
         if shapes in self._shapes or (is_ordered and len(shapes) > 1 and every.issuperset(shapes)):
-            raise CannotTryError(f"{path} holds {len(tensors)} tensors of the parameters' shapes")
+            raise CannotTryError(f"{path} holds {len(tensors)} tensors with the parameters' shapes")
 
     # ------------------------------------------------------------------ what holds others
 

@@ -43,7 +43,7 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
         for seconds, num_bytes in kept:
             yield {
                 "ph": "C",
-                "name": f"kept bytes of rank {numbers[rank]}",
+                "name": f"memory in use on rank {numbers[rank]}",
                 "pid": process,
                 "ts": seconds * _MICROSECONDS,
                 "args": {"bytes": round(num_bytes)},

@@ -42,9 +42,9 @@ def save_figure(timelines: Sequence[Timeline], path: str | Path) -> None:
         raise FxPipeError(
             "A figure cannot be saved in this format.",
             where=str(path),
-            observed=path.suffix or "no ending",
+            observed=path.suffix or "no suffix",
             expected=" or ".join(ENDINGS),
-            todo="Give the file a name that ends in one of them.",
+            todo="Use a file name with one of these suffixes.",
         )
     _figure_of(timelines).savefig(path, dpi=_DOTS_PER_INCH)
 
@@ -54,10 +54,11 @@ def _figure_of(timelines: Sequence[Timeline]) -> Figure:
     spans = [span for timeline in timelines for rank in timeline.ranks for span in rank]
     if not spans:
         raise FxPipeError(
-            "There is no timeline to be drawn.",
+            "There is no timeline to draw.",
             observed=f"{len(timelines)} timelines without actions",
             expected="at least one action",
-            todo="Give timelines of a step; with simulate_plan, schedules that exist for so many stages and microbatches.",
+            todo="Pass timelines of a step; with simulate_plan, choose schedules that support this number of stages and "
+            "microbatches.",
         )
     start, end = min(0.0, *(span.start_seconds for span in spans)), max(span.end_seconds for span in spans)
     unit, factor = next(((name, times) for name, times in (("s", 1.0), ("ms", 1e3)) if end * times >= 1), ("us", 1e6))
@@ -81,7 +82,7 @@ def _figure_class() -> Any:
             "Figures need matplotlib, which is not installed.",
             observed=str(error),
             expected="the package matplotlib",
-            todo="Run `pip install 'lightning_fxpipe[plot]'`; a page in HTML needs nothing.",
+            todo="Run `pip install 'lightning_fxpipe[plot]'`, or save an HTML page, which needs no extra package.",
         ) from error
     return Figure
 
@@ -115,7 +116,7 @@ def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
         looks.append(OTHER)
     handles = [Patch(facecolor=colour_between(look, 0.3), label=look.words) for look in looks]
     if any(map(has_several_stages, ranks)):
-        handles.append(Patch(facecolor=INK, alpha=0.5, label="stripe: a later stage of its rank"))
+        handles.append(Patch(facecolor=INK, alpha=0.5, label="stripes: a later stage of the rank"))
     if any(timeline.critical_path for timeline in timelines):
         handles.append(Patch(facecolor="none", edgecolor=INK, label="critical path"))
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8, labelcolor=INK)

@@ -14,15 +14,13 @@ from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.simulation.timeline import Timeline
 
 _CALLS_ALONE = (
-    "The times are simulated, of the model's calls alone: without the rest of the step, the optimizer and what Python takes."
+    "Times are simulated and cover the model's calls only, without the rest of the step, the optimizer and Python overhead."
 )
 
-_LAYOUTS = (
-    "Schedules are of ranks of a pipeline x replicas of it; the first of those that fit trains on the most samples in a second."
-)
+_LAYOUTS = "Each layout is pipeline ranks x replicas; the first one that fits has the highest throughput."
 _AVERAGES = (
-    "At the end of a step of several replicas each rank averages the gradients of its stages with the other replicas' ranks; "
-    "that counts as work, and not as idle."
+    "With several replicas, each rank averages the gradients of its stages with the other replicas at the end of a step. This "
+    "counts as work, not as idle time."
 )
 
 

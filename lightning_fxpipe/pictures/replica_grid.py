@@ -48,7 +48,7 @@ class ReplicaGrid:
         return tuple(tuple(sorted({rank // each for rank in ranks})) for ranks in self.ranks)
 
     def __str__(self) -> str:
-        headers = ("Stages", "Global ranks, one of each replica", *(["Gradients"] if self.gradient_bytes else []))
+        headers = ("Stages", "Global ranks, one per replica", *(["Gradients"] if self.gradient_bytes else []))
         rows = []
         for place in range(self.placement.num_ranks):
             ranks = [of_replica[place] for of_replica in self.ranks]
@@ -63,14 +63,12 @@ class ReplicaGrid:
         )
 
     def _caption(self) -> list[str]:
-        lines = [
-            "They train on different batches; the ranks of a row average their gradients, once for each step of the optimizer."
-        ]
+        lines = ["Replicas train on different batches; the ranks of a row average their gradients once per optimizer step."]
         if self.machines:
             are_whole = all(len(machines) == 1 for machines in self.machines)
             lines.append(
-                f"{self.ranks_per_machine} ranks are on each machine, "
-                f"{'where each replica is as a whole' if are_whole else 'so that some replicas are on several'}."
+                f"Each machine has {self.ranks_per_machine} ranks; "
+                f"{'no replica spans several machines' if are_whole else 'some replicas span several machines'}."
             )
         return lines
 

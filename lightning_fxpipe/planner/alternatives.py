@@ -43,17 +43,20 @@ def alternatives_table(alternatives: tuple[Alternative, ...]) -> str:
             human_seconds(each.step_seconds),
             f"{each.step_seconds / chosen.step_seconds:.2f}",
             f"{100 * each.idle_share:.0f} %",
-            human_bytes(each.peak_bytes) + ("" if each.fits else ": too much"),
+            human_bytes(each.peak_bytes) + ("" if each.fits else ": does not fit"),
         )
         for each in alternatives[:_NUM_SHOWN]
     ]
     headers = ("Schedule", "Stages", "Microbatches", "Step", "Ratio", "Idle", "Memory")
     left_out = len(alternatives) - len(rows)
     return render_table(
-        "Chosen: the first of these",
+        "Candidates, fastest first; the first one is used",
         headers,
         rows,
         right_aligned=headers[1:],
-        caption="Stages and memory are a device's; a step is the model's calls alone, simulated with the seconds of each layer"
-        + (f"; {left_out} slower ones are left out" if left_out else ""),
+        caption=(
+            "Stages and memory are per device; a step covers the model's calls only, simulated from the measured time of each "
+            "layer"
+        )
+        + (f"; {left_out} slower candidates are not shown" if left_out else ""),
     )

@@ -212,7 +212,11 @@ def _cut_sites(
             # It arrives contiguous: `view` may refuse that, and `contiguous` no longer copies, so in-place calls reach it.
             spread = [node for node in nodes if not traced.world.is_contiguous(node.meta["val"])]
             relied_on = [node for node in spread if position < last_change or _is_viewed(node, traced)]
-            obstacle = f"{node_words(relied_on[0])} is not contiguous, and later calls may rely on that" if relied_on else None
+            obstacle = (
+                f"{node_words(relied_on[0])} is not contiguous, and later calls may depend on its strides"
+                if relied_on
+                else None
+            )
         num_bytes = 0 if obstacle else sum(tensor_bytes(node.meta["val"]) for node in nodes)
         sites.append(CutSite(position=position, crossing=tuple(nodes), num_bytes=num_bytes, obstacle=obstacle))
     return tuple(sites)
@@ -297,10 +301,10 @@ def _aliasing_obstacles(
             uses = [*fixed.get(key, ()), *(last_use[node] for node in aliases)]
             for site in range(num_units):
                 if key in inputs and changed_at <= site:
-                    obstacles[site] = f"{node_words(changer)} changes an input in place, which the step may use after the call"
+                    obstacles[site] = f"{node_words(changer)} changes an input in place that the step may use after the call"
                 if key in fixed and min(*uses, changed_at) <= site < max(*uses, changed_at):
                     keeps = changer.meta.get("keeps", {}).get(key)
-                    obstacles[site] = keeps or f"{node_words(changer)} changes in place what both sides use"
+                    obstacles[site] = keeps or f"{node_words(changer)} changes in place a tensor that both sides use"
                 alive = [node for node in aliases if position_of[node] <= site < last_use[node]]
                 if site < changed_at and len(alive) > 1:
                     obstacles[site] = f"{node_words(changer)} changes two tensors in place that share their memory"

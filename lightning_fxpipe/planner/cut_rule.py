@@ -110,7 +110,7 @@ class CutRule:
         try:
             costs = unit_costs(chain)
         except TraceError:
-            logger.debug("What the stages take cannot be seen on tensors without data", exc_info=True)
+            logger.debug("The stages' cost cannot be estimated on tensors without data", exc_info=True)
             return ()
         return stage_work(chain, costs, choice.cuts, seconds=choice.unit_seconds, recomputed=recomputed)
 
@@ -238,9 +238,10 @@ class _Asked:
         closest = demands.of_stages(cheapest_cuts(demands))
         limits = next(load.stage_memories())
         return PartitionError(
-            f"No cut into {self.rule.num_stages} stages fits into the devices' memory.",
-            observed=f"{', '.join(map(human_bytes, closest))} for the stages with the cut that comes closest: parameters, "
-            f"gradients, {load.states_words}, and the activations of {load.words}",
-            expected=f"at most {', '.join(human_bytes(int(limit)) for limit in limits)}, with buffers for what is sent",
-            todo="Use more devices, more and smaller microbatches, a schedule that keeps fewer of them, or recomputation.",
+            f"No partition into {self.rule.num_stages} stages fits in the devices' memory.",
+            observed=f"{', '.join(map(human_bytes, closest))} for the stages of the closest partition: parameters, gradients, "
+            f"{load.states_words}, and the activations of {load.words}",
+            expected=f"at most {', '.join(human_bytes(int(limit)) for limit in limits)}, including communication buffers",
+            todo="Use more devices, more and smaller microbatches, a schedule that stores the activations of fewer "
+            "microbatches, or activation checkpointing.",
         )

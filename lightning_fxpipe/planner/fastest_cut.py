@@ -104,10 +104,10 @@ def fastest_cut(
         raise search.refused
     if search.best is None:
         raise PartitionError(
-            f"No cut into {num_stages} stages fits into the memory.",
-            observed=f"{', '.join(f'{peak:.0f}' for peak in search.closest)} bytes with the cut that comes closest",
+            f"No partition into {num_stages} stages fits in memory.",
+            observed=f"{', '.join(f'{peak:.0f}' for peak in search.closest)} bytes with the closest partition",
             expected=f"at most {', '.join(f'{limit:.0f}' for limit in memory_bytes or ())}",
-            todo="Use more microbatches or ranks, a schedule that keeps less, or recomputation.",
+            todo="Use more microbatches or ranks, a schedule that needs less memory, or activation checkpointing.",
         )
     return FastestCut(cuts=search.best[0], simulation=search.best[1], is_exact=is_exact)
 

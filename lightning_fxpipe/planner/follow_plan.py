@@ -69,7 +69,7 @@ def follow_plan_with_tail(plan: PartitionPlan, traced: TracedRegion, tail: Colle
         if plan.num_stages - 1 not in _allowed_stages(plan, unit.tensor_fqns):
             raise _unplaceable(plan, chain, position)
     if tail and (obstacle := chain.site(num_units - 1).obstacle):
-        raise PartitionError("The results of microbatches cannot be joined.", observed=obstacle)
+        raise PartitionError("The results of the microbatches cannot be concatenated.", observed=obstacle)
     return dataclasses.replace(assignment, cuts=(*assignment.cuts, num_units - 1))
 
 
@@ -81,7 +81,8 @@ def _put_last(traced: TracedRegion, tail: Collection[fx.Node]) -> None:
     is_tail = [unit.nodes[0] in tail for unit in build_chain(traced, keep_order=True).units]
     if is_tail != sorted(is_tail):
         raise PartitionError(
-            "What must see the whole batch cannot run after all the rest.", observed="other calls use memory that it changes"
+            "The calls that need the whole batch cannot run after all other calls.",
+            observed="other calls use memory that they change",
         )
 
 
@@ -100,7 +101,7 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.N
     try:
         return _follow(plan, build_chain(traced, keep_order=bool(tail)), tail)
     except PartitionError:
-        logger.debug("The stages do not fit the recorded order; others are tried", exc_info=True)
+        logger.debug("The stages do not fit the recorded order; trying other orders", exc_info=True)
         # What this graph would recompute, and the plan's did not, may follow from a buffer that too few stages hold.
         staged = {fqn for stage in plan.stages for fqn in stage.fqns}
         chain = build_chain(traced, kept_apart=staged, keep_order=bool(tail))
@@ -162,16 +163,17 @@ def _check_copies(plan: PartitionPlan, chain: Chain) -> None:
     several = [fqn for fqn in sorted(chain.changed_fqns) if len(plan.stages_of(fqn)) > 1]
     if several:
         raise PartitionError(
-            "This call changes in place what the plan keeps in several stages, whose copies would no longer be equal.",
+            "This call changes a tensor in place that the plan stores in several stages, so the copies would diverge.",
             observed=f"{several[0]} in stages {plan.stages_of(several[0])}",
             expected="one stage that holds it",
-            todo="Make the plan from the training step: call fit before validate, or give the strategy a plan by `make_plan`.",
+            todo="Make the plan from the training step: call fit before validate, or pass a plan from `make_plan` to the "
+            "strategy.",
         )
     if plan.num_stages - 1 not in _allowed_stages(plan, chain.output_fqns):
         raise PartitionError(
             "This call returns parameters or buffers that the last stage does not hold.",
             observed=", ".join(sorted(chain.output_fqns)),
-            expected="what the training step's call returns",
+            expected="the same results as the training step's call",
             todo="Return a value computed from them, or call the model in this step as training does.",
         )
 
@@ -197,20 +199,21 @@ def _unplaceable(plan: PartitionPlan, chain: Chain, position: int) -> PartitionE
     needed = _describe_needs(plan, unit) or "a legal cut"
     if call.op != "call_module" or _allowed_stages(plan, unit.tensor_fqns):
         return PartitionError(
-            "This call uses the model's parts in an order that the plan's stages cannot follow.",
+            "This call runs the model's modules in an order that the plan's stages cannot follow.",
             where=where,
-            observed=f"it needs {needed}, after a later stage was used or where no cut may fall",
+            observed=f"it needs {needed}, after a later stage has run or at a place where the model cannot be cut",
             expected="stages used in increasing order, as in the training step",
             todo="Use fewer stages, or call the model in this step as training does.",
         )
     path = str(call.target)
     reason = chain.traced.kept_whole.get(path)
     return PartitionError(
-        "This call uses a module that the plan divides among stages, and that has to stay whole here.",
+        "This call cannot split a module that the plan divides among stages.",
         where=where,
-        observed=f"{path or 'the module itself'} needs {needed}{f'; it stays whole because: {reason}' if reason else ''}",
-        expected="a module whose forward can be recorded, or whose parameters one stage holds",
-        todo="Call the model in this step as training does, or move what keeps the module whole into one of its submodules.",
+        observed=f"{path or 'the module itself'} needs {needed}{f'; it cannot be split because: {reason}' if reason else ''}",
+        expected="a module whose forward can be traced, or whose parameters are in one stage",
+        todo="Call the model in this step as training does, or move the code that prevents the split into one of its "
+        "submodules.",
     )
 
 

@@ -134,8 +134,8 @@ class LayoutComparison:
             headers,
             rows,
             right_aligned=("Devices", "Replicas", "Samples/s", "Step", "Average", "Stages", "Microbatches", "Memory"),
-            caption="Devices are a pipeline's, stages and memory a device's. A step is the model's calls alone, on "
-            f"{self.num_samples} samples for each replica, with the average of the replicas' gradients.",
+            caption="Devices are per pipeline; stages and memory are per device. A step covers the model's calls on "
+            f"{self.num_samples} samples per replica and the gradient average over replicas.",
         )
         return f"{replace(self.plan, alternatives=())}\n\n{table}"
 
@@ -282,9 +282,9 @@ class _Comparing:
         ]
         if not rules:
             raise PartitionError(
-                "No layout has the stages that are given.",
-                observed=f"{options.num_stages} stages, and {options.num_devices} devices",
-                expected="a number of devices that the stages can be shared out among, and a schedule for it",
+                "No parallel layout has the requested number of stages.",
+                observed=f"{options.num_stages} stages and {options.num_devices} devices",
+                expected="a number of devices over which the stages can be distributed, and a schedule for it",
                 todo="Change num_devices or the schedules.",
             )
         most = max(rules, key=lambda rule: rule.num_stages)
@@ -298,7 +298,7 @@ class _Comparing:
         refused: list[tuple[int, str]] = []
         failure: PartitionError | None = None
         num_steps = sum(len(self._counts(ranks)) * len(self._options.schedules_on(ranks)) for ranks in self._ranks)
-        with telling("Simulating all stages and replicas", total=num_steps):
+        with telling("Simulating all combinations of stages and replicas", total=num_steps):
             for index, num_ranks in enumerate(self._ranks, 1):
                 try:
                     found.append(self._layout(num_ranks))
@@ -326,9 +326,9 @@ class _Comparing:
                 break
         if not found:
             raise failure or PartitionError(
-                "No schedule is made for so many devices and microbatches.",
-                observed=f"{num_ranks} devices, {', '.join(map(str, self._counts(num_ranks)))} microbatches of a batch",
-                todo="Take a larger batch, or other schedules.",
+                "No schedule supports this number of devices and microbatches.",
+                observed=f"{num_ranks} devices, {', '.join(map(str, self._counts(num_ranks)))} microbatches per batch",
+                todo="Use a larger batch or other schedules.",
             )
         fitting = [layout for layout in found if layout.chosen.fits]
         return min(fitting, key=lambda one: one.order) if fitting else min(found, key=lambda one: one.chosen.peak_bytes)

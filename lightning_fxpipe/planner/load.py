@@ -49,16 +49,16 @@ class Load:
         for name, described in (("device_speeds", self.speeds), ("device_memory_gib", self.memory_bytes)):
             if described and len(described) != self.num_ranks:
                 raise PartitionError(
-                    f"{name} is not about the devices that there are.",
-                    observed=f"{len(described)} of {self.num_ranks}",
-                    expected="a number for each device by rank; rank 0 holds the last stage",
-                    todo=f"Correct {name}, or leave it out where all devices are equal.",
+                    f"The number of entries in {name} differs from the number of devices.",
+                    observed=f"{len(described)} entries for {self.num_ranks} devices",
+                    expected="one number per device, by rank; rank 0 holds the last stage",
+                    todo=f"Correct {name}, or omit it if all devices are equal.",
                 )
 
     @property
     def words(self) -> str:
         """What an error calls it."""
-        schedule = "a table of actions" if isinstance(self.schedule, ActionTable) else self.schedule
+        schedule = "a schedule table" if isinstance(self.schedule, ActionTable) else self.schedule
         return f"{schedule} with {self.num_microbatches} microbatches"
 
     @property

@@ -65,11 +65,11 @@ def measured_seconds(chain: Chain, num_samples: int | None = None) -> tuple[Unit
                 found.append(measurement.of_unit(unit))
             except Exception as error:
                 raise TraceError(
-                    "A part of the model cannot be timed by itself.",
+                    "A part of the model cannot be timed separately.",
                     where=node_words(unit.nodes[0]),
                     observed=error_words(error),
-                    expected="code that runs on zeros in place of whole numbers, and on random numbers elsewhere",
-                    todo='Set balance="flops", which needs no clock.',
+                    expected="code that runs with zeros for integers and random numbers for floats",
+                    todo='Set balance="flops", which needs no timing.',
                 ) from error
     return tuple(found)
 

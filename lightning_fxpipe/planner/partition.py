@@ -230,9 +230,9 @@ def cheapest_cuts(demands: Demands) -> tuple[int, ...]:
             f"Cannot form {num_stages} stages.",
             observed=f"{_places(num_legal)}, so at most {num_legal + 1} stage{'s' if num_legal else ''}",
             expected=f"at least {_places(max(num_stages - 1, 0))}",
-            todo=f"Use at most {num_legal + 1} devices: each has a stage."
+            todo=f"Use at most {num_legal + 1} devices, one per stage."
             if num_legal
-            else "Train on one device, or let the model call its layers in modules whose code does not look at tensor values.",
+            else "Train on one device, or move the model's layers into modules whose code does not read tensor values.",
         )
     if num_stages == 1:
         lightest_maximum(demands)  # or nothing fits

@@ -30,18 +30,18 @@ def pinned_modules(root: nn.Module, stage_of: Sequence[tuple[str, int]], num_sta
     for pattern, stage in stage_of:
         if not -num_stages <= stage < num_stages:
             raise PartitionError(
-                "A module is to be in a stage that there is not.",
+                "stage_of assigns a module to a stage that does not exist.",
                 where=pattern,
                 observed=f"stage {stage} of {num_stages}",
-                expected=f"a stage from 0 to {num_stages - 1}, or from -1 back to {-num_stages}",
+                expected=f"a stage from 0 to {num_stages - 1}, or from {-num_stages} to -1",
                 todo="Correct stage_of, or use more stages.",
             )
         matching = [path for path in paths if fnmatchcase(path, pattern)]
         if not matching:
             raise PartitionError(
-                "No module has a path like one in stage_of.",
+                "A pattern in stage_of matches no module.",
                 observed=pattern,
-                expected="paths as model.named_modules() gives them, with * and ? if you like",
+                expected="paths as in model.named_modules(), optionally with the wildcards * and ?",
                 todo="Correct the pattern.",
             )
         found |= dict.fromkeys(matching, stage % num_stages)
@@ -77,11 +77,11 @@ def pinned_units(chain: Chain, modules: Mapping[str, int]) -> list[int | None]:
     for (before, earlier), (after, later) in pairwise(pinned):
         if earlier > later:
             raise PartitionError(
-                "Modules cannot be in the stages that stage_of wants.",
+                "The stages assigned by stage_of are impossible.",
                 observed=f"{chain.units[before].path} in stage {earlier}, and {chain.units[after].path}, which runs later, in "
                 f"stage {later}",
-                expected="stages that do not go down in the order in which the model calls its modules",
-                todo="Correct stage_of: data goes through the stages once, from the first to the last.",
+                expected="stages that do not decrease in the order in which the model calls its modules",
+                todo="Correct stage_of: data passes through each stage once, from the first to the last.",
             )
     return found
 
@@ -101,9 +101,9 @@ def pinned_firsts(units: Sequence[int | None], num_stages: int) -> list[Firsts]:
 def _not_reached(chain: Chain, path: str) -> PartitionError:
     whole = [(outer, reason) for outer, reason in chain.traced.kept_whole.items() if path.startswith(f"{outer}.")]
     return PartitionError(
-        "A module that stage_of names is not where the model can be cut.",
+        "The model cannot be cut at a module in stage_of.",
         where=path,
-        observed=f"{whole[0][0]} stays whole: {whole[0][1]}" if whole else "the model's calls in the step do not come by it",
+        observed=(f"{whole[0][0]} cannot be split: {whole[0][1]}") if whole else "the step's calls of the model do not run it",
         expected="a module that the step's calls of the model run",
-        todo="Name another module, or change the code that keeps it whole." if whole else "Name a module that runs.",
+        todo="Choose another module, or change the code that prevents the split." if whole else "Choose a module that runs.",
     )

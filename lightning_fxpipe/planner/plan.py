@@ -20,7 +20,7 @@ from lightning_fxpipe.planner.alternatives import Alternative, alternatives_tabl
 from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.reporting.table import WIDTH, human_bytes, human_count, render_table
 
-_MAKE_AGAIN = "Give the path of a plan, or make one with `fxpipe plan`."
+_MAKE_AGAIN = "Pass the path of a plan, or create one with `fxpipe plan`."
 SCHEMA_VERSION = 3
 # A stage with so many times the mean of the parameters is heavy.
 _HEAVY = 2
@@ -217,7 +217,7 @@ class PartitionPlan:
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if version != SCHEMA_VERSION:
             raise PartitionError(
-                "This file is not a partition plan that this version can read.",
+                "This version cannot read the file as a partition plan.",
                 where=where,
                 observed=f"schema_version {version}",
                 expected=f"schema_version {SCHEMA_VERSION}",
@@ -258,9 +258,9 @@ class PartitionPlan:
         ]
         if differing:
             raise PartitionError(
-                "The plan was made for another model.",
+                "The plan was made for a different model.",
                 observed="; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else ""),
-                expected="the same parameters, by name and shape",
+                expected="parameters with the same names and shapes",
                 todo="Make the plan again for this model, with `make_plan` or `fxpipe plan`.",
             )
 
@@ -380,10 +380,10 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         f"microbatch of {_num(plan.microbatch_size, 'sample')}"
     )
     if skips := _skips(plan):
-        yield f"Sent past stages that do not use it, part of what they send: {_shorten(skips)}"
-    whole = f"; whole in each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
+        yield f"Included in these sizes, sent past stages that do not use it: {_shorten(skips)}"
+    whole = f"; passed unsplit to each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
     if plan.joint_reason:
-        yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
+        yield f"Every rank runs the whole step, with a separate pipeline for each of these calls: {plan.joint_reason}"
     if plan.batch_dim or whole:
         yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
     yield from _uneven(plan)
@@ -393,21 +393,21 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         if len(stages := plan.stages_of(fqn)) > 1
     ]
     if copies:
-        yield f"In several stages, counted in each: {_shorten(copies)}"
+        yield f"Shared by several stages and counted in each: {_shorten(copies)}"
     if plan.checkpointed_modules:
         yield f"Activation checkpointing: {_shorten(plan.checkpointed_modules)}"
     if plan.opened:
-        yield f"Cut inside of: {_shorten([path or '(root)' for path in plan.opened], shown=12)}"
+        yield f"Split modules: {_shorten([path or '(root)' for path in plan.opened], shown=12)}"
     if plan.kept_whole:
-        yield "Kept whole: " + _shorten([f"{path} ({reason})" for path, reason in plan.kept_whole.items()], shown=12)
+        yield "Not split: " + _shorten([f"{path} ({reason})" for path, reason in plan.kept_whole.items()], shown=12)
     if plan.recomputed:
         modules = dict.fromkeys(tensor.module or "(root)" for tensor in plan.recomputed)
-        yield f"Computed by each stage that uses it, not sent: values of {_shorten(list(modules))}"
+        yield f"Recomputed in each stage that uses them instead of sent: values of {_shorten(list(modules))}"
     staged = {fqn for stage in plan.stages for fqn in stage.fqns}
-    why = plan.outside_reason or "the step uses it after the pipelined calls, or not at all"
+    why = plan.outside_reason or "the step uses them after the pipelined calls or not at all"
     for where, fqns, more in (
-        ("Outside the pipeline, whole on the last stage (rank 0)", plan.outside_fqns, f": {why}"),
-        ("Before the pipeline, whole on every rank", plan.prelude_fqns, ""),
+        ("Outside the pipeline, on the last stage (rank 0)", plan.outside_fqns, f": {why}"),
+        ("Before the pipeline, replicated on every rank", plan.prelude_fqns, ""),
     ):
         if fqns:
             parts = _parts(fqns, {*plan.parameter_shapes} - {*fqns} | staged)
@@ -422,7 +422,10 @@ def _uneven(plan: PartitionPlan) -> Iterator[str]:
         yield f"Warning: stages without parameters: {_shorten(empty, shown=12)}. Use fewer stages"
     for index, count in enumerate(held):
         if count > _HEAVY * mean:
-            yield f"Warning: stage {index} holds {count / mean:.1f} times the mean, and others may wait for it"
+            yield (
+                f"Warning: stage {index} holds {count / mean:.1f} times the mean number of parameters; other stages may wait "
+                "for it"
+            )
 
 
 def run_words(plan: PartitionPlan, schedule: str, num_microbatches: int | None, by_rank: Sequence[Sequence[int]]) -> str:

@@ -146,11 +146,11 @@ def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Ass
             raise CannotCut(one_layer) from None
         obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]
         whole = [f"{path} ({reason})" for path, reason in chain.traced.kept_whole.items()]
-        more = [f"{len(obstacles)} more where none may fall, such as: {obstacles[0]}"] if obstacles else []
-        observed = "; ".join([str(error.observed), *more, *([f"kept whole: {', '.join(whole)}"] if whole else [])])
+        more = [f"{len(obstacles)} more where a cut is impossible, for example: {obstacles[0]}"] if obstacles else []
+        observed = "; ".join([str(error.observed), *more, *([f"not split: {', '.join(whole)}"] if whole else [])])
         todo = error.todo
         if whole:
-            todo = f"{todo} Or change the code that keeps modules whole: what looks at values into a submodule of its own."
+            todo = f"{todo} Or let modules be split: move code that reads tensor values into separate submodules."
         more_exactly = PartitionError(error.what, observed=observed, expected=error.expected, todo=todo)
         raise (more_exactly if whole else CannotCut(more_exactly)) from None
 

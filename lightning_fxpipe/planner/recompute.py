@@ -210,7 +210,7 @@ class _Trial:
                     try:
                         self._run_node(node)
                     except Exception as error:  # whatever it is that it cannot do without data, it stays where it is
-                        logger.debug("Not computed by each stage that uses it: %s (%s)", node_words(node), error)
+                        logger.debug("Not recomputed in each stage that uses it: %s (%s)", node_words(node), error)
 
     def _is_source(self, node: fx.Node) -> bool:
         """Whether every stage can have the same tensor: nothing changes it, and nothing trains it."""
@@ -243,7 +243,7 @@ class _Trial:
             result = self._repeat.call(node, self._results | blanks, partial(self._call_module, watch))
         blank = {storage_key(tensor) for tensor in blanks.values()}
         if any(not isinstance(tensor, FakeTensor) or storage_key(tensor) in blank for tensor in tensors_in(result)):
-            raise _Unsuitable("it returns a tensor from elsewhere")
+            raise _Unsuitable("it returns a tensor that it did not compute")
         self._results[node] = result
         self.work[node] = watch.num_bytes
         self.unread[node] = frozenset(blanks)
@@ -264,7 +264,7 @@ class _Trial:
                 result = call_without_effect(module, args, kwargs)
             runs.append(watch.seen)
         if runs[0] != runs[1]:
-            raise _Unsuitable("it does something else in training than in evaluation")
+            raise _Unsuitable("it behaves differently in training and evaluation")
         return result
 
 
@@ -309,15 +309,15 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen.append(f"{func} {plain}")
         operands, results = tensors_in((args, kwargs)), tensors_in(result)
         if not all(isinstance(operand, FakeTensor) for operand in operands):
-            raise _Unsuitable(f"{func} takes a tensor from elsewhere")
+            raise _Unsuitable(f"{func} reads a tensor that is not an input")
         if name in READ_NOTHING:
             operands = []
         if any(operand is blank for operand in operands for blank in self._blanks):
-            raise _Unsuitable(f"{func} reads what trains")
+            raise _Unsuitable(f"{func} reads the values of inputs or parameters")
         if func.is_view:
             return result
         if not _repeats_itself(func, results):
-            raise _Unsuitable(f"{func} is not known to be cheap, or to give the same again")
+            raise _Unsuitable(f"{func} is not known to be cheap and deterministic")
         self.num_bytes += sum(map(tensor_bytes, (*operands, *results)))
         if name in _PRODUCTS:
             self.num_bytes += tensor_bytes(results[0]) * int(operands[-1].shape[-2])

@@ -157,7 +157,7 @@ def _change_of_call(chain: Chain, node: fx.Node) -> str | None:
         return None  # known to change nothing
     repeat, module = Repeat(chain.traced), chain.traced.root.get_submodule(str(node.target))
     if any(not isinstance(operand.meta.get("val"), Tensor) for operand in node.all_input_nodes):
-        return f"{node.meta.get('source') or node.name}, in an object that it gets"
+        return f"{node.meta.get('source') or node.name}, in an object that is passed to it"
     try:
         with repeat.active(), torch.enable_grad(), repeat.module_on_fakes(module), undo_after(module) as undone:
             values = {operand: repeat.blank(operand) for operand in node.all_input_nodes}
@@ -197,11 +197,11 @@ def _matching(chain: Chain, rule: RecomputeRule) -> tuple[str, ...]:
         change = _change(chain, path)
         if change is not None:
             raise PartitionError(
-                "Activations of a module cannot be checkpointed: running it again would change something a second time.",
+                "Activations of a module cannot be checkpointed, because recomputation would repeat a change in place.",
                 where=path,
-                observed=f"what it gets, gives or has not made itself is changed in place, at {change}",
-                expected="a module that gives the same when it runs again",
-                todo="Exclude it from activation_checkpointing, as modules with BatchNorm must be.",
+                observed=f"an input, a result or another tensor not created by the module is changed in place, at {change}",
+                expected="a module that returns the same result when it runs again",
+                todo="Exclude it from activation_checkpointing, as is required for modules with BatchNorm.",
             )
     return tuple(outermost)
 

@@ -81,8 +81,9 @@ class SizedStep:
         if cuts is None or load.num_stages != len(cuts) + 1:
             if not may_cut:
                 raise ScheduleError(
-                    f"It needs {load.num_stages} stages on {load.num_ranks} devices, and the plan has {rule.num_stages}.",
-                    todo="Leave the schedule out, or make a plan with that number of stages.",
+                    f"The schedule needs {load.num_stages} stages on {load.num_ranks} devices, but the plan has "
+                    f"{rule.num_stages}.",
+                    todo="Omit the schedule, or make a plan with that number of stages.",
                 )
             is_same = load.num_stages == rule.num_stages
             rule = replace(rule, num_stages=load.num_stages, load=load, split_points=rule.split_points if is_same else ())
@@ -113,10 +114,10 @@ def _stages_of_ranks(schedule: SimulatedSchedule | ActionTable, load: Load) -> S
     ranks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
     if len(ranks) != num_ranks or len({len(stages) for stages in ranks}) > 1:
         raise ScheduleError(
-            "A table is made for other ranks.",
+            "The schedule table is for a different number of ranks or stages.",
             observed="; ".join(f"{len(stages)} stages" for stages in ranks),
             expected=f"the same number of stages on each of {num_ranks} ranks",
-            todo="Simulate with that number of stages, or with another table.",
+            todo="Simulate with that number of stages or with another table.",
         )
     return ranks
 
@@ -181,8 +182,8 @@ class RecordedStep:
 def not_simulated(reason: str) -> UnsupportedError:
     """The error for a step that every rank runs."""
     return UnsupportedError(
-        "A step that every rank runs cannot be simulated.",
+        "Steps that run on every rank cannot be simulated.",
         observed=reason,
-        expected="a step whose calls of the model are one region",
+        expected="a step whose calls of the model form a single pipelined region",
         todo="Simulate the module that the step calls, with its input: simulate_plan(module.net, its_input, ...).",
     )

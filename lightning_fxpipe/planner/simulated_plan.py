@@ -101,8 +101,8 @@ class SimulatedPlan:
             headers,
             rows,
             right_aligned=headers[1:6],
-            caption="The model's calls alone: without the rest of the step, the optimizer and what Python takes. "
-            "Memory is that of the rank with the most; rank 0 has the last stage, as in training.",
+            caption="Times cover the model's calls only, without the rest of the step, the optimizer and Python overhead. "
+            "Memory is the maximum over ranks; rank 0 holds the last stage, as in training.",
         )
         return f"{self.plan}\n\n{table}"
 

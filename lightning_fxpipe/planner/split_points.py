@@ -18,10 +18,10 @@ def check_split_points(root: nn.Module, split_points: Sequence[str]) -> None:
     if unknown:
         near = [path for path in sorted(paths) if path.rpartition(".")[2] == unknown[0].rpartition(".")[2]][:3]
         raise PartitionError(
-            "A split point is no module of the model.",
+            "A split point does not name a module of the model.",
             observed=unknown[0],
-            expected="paths as model.named_modules() gives them" + (f", such as {', '.join(near)}" if near else ""),
-            todo="Give split_points the paths of the modules that later stages begin with.",
+            expected="paths as in model.named_modules()" + (f", such as {', '.join(near)}" if near else ""),
+            todo="Set split_points to the paths of the first modules of the later stages.",
         )
 
 
@@ -44,10 +44,10 @@ def cuts_before(chain: Chain, split_points: Sequence[str]) -> tuple[int, ...]:
     cuts = sorted(_cut_before(chain, point) for point in split_points)
     if len(set(cuts)) < len(cuts):
         raise PartitionError(
-            "Two split points are the same place.",
+            "Two split points denote the same place.",
             observed=", ".join(split_points),
-            expected="modules with something that computes between them",
-            todo="Leave one of them out.",
+            expected="modules with computation between them",
+            todo="Remove one of them.",
         )
     return tuple(cuts)
 
@@ -62,22 +62,22 @@ def _cut_before(chain: Chain, point: str) -> int:
         cut -= 1
     if cut < 0 or costs[cut] is None:
         raise PartitionError(
-            "No cut may fall before a split point.",
+            "The model cannot be cut before a split point.",
             where=point,
-            observed="nothing computes before it" if cut < 0 else chain.sites[cut].obstacle,
-            expected="a place where only tensors of known size cross",
-            todo="Take the module before or after it.",
+            observed="there is no computation before it" if cut < 0 else chain.sites[cut].obstacle,
+            expected="a place that only tensors of known size cross",
+            todo="Use the module before or after it.",
         )
     return cut
 
 
 def _not_there(chain: Chain, point: str) -> PartitionError:
     whole = [(path, reason) for path, reason in chain.traced.kept_whole.items() if point.startswith(f"{path}.")]
-    observed = f"{whole[0][0]} stays whole: {whole[0][1]}" if whole else "the model's calls in the step do not come by it"
+    observed = f"{whole[0][0]} cannot be split: {whole[0][1]}" if whole else "the step's calls of the model do not run it"
     return PartitionError(
-        "A split point is not where the model can be cut.",
+        "The model cannot be cut at a split point.",
         where=point,
         observed=observed,
         expected="a module that the step's calls of the model run",
-        todo="Take another module, or change the code that keeps it whole." if whole else "Take a module that runs.",
+        todo="Use another module, or change the code that prevents the split." if whole else "Use a module that runs.",
     )

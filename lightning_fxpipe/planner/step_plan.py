@@ -131,17 +131,17 @@ def make_rule(
     has_memory = isinstance(device_memory_gib, (int, float)) or len(device_memory_gib) > 0
     if points and (stage_of or device_speeds or has_memory):
         raise PartitionError(
-            "Split points say where all cuts are, so that nothing else can.",
-            observed=f"{len(points)} split points, and {'stage_of' if stage_of else 'what the devices are'}",
-            todo="Leave split_points out, or stage_of, device_speeds and device_memory_gib.",
+            "split_points determines all cuts and cannot be combined with other placement options.",
+            observed=f"{len(points)} split points and {'stage_of' if stage_of else 'device_speeds or device_memory_gib'}",
+            todo="Omit either split_points or stage_of, device_speeds and device_memory_gib.",
         )
     num_stages = len(points) + 1 if num_stages is None else num_stages
     if num_devices is not None and (num_devices < 1 or num_stages % num_devices):
         raise PartitionError(
-            "The stages cannot be shared out among the devices.",
+            "The stages cannot be distributed evenly over the devices.",
             observed=f"{num_stages} stages and {num_devices} devices",
-            expected="as many stages on each device",
-            todo="Change num_stages, or leave num_devices out.",
+            expected="the same number of stages on each device",
+            todo="Change num_stages, or omit num_devices.",
         )
     num_ranks = num_devices or num_stages
     stages_per_rank = num_stages // num_ranks if num_ranks else 1
@@ -196,10 +196,10 @@ def check_rule(rule: CutRule, module: nn.Module) -> None:
         rule.load.check()
     if rule.split_points and len(rule.split_points) + 1 != rule.num_stages:
         raise PartitionError(
-            "There are more or fewer split points than the stages need.",
+            "The number of split points does not match the number of stages.",
             observed=f"{len(rule.split_points)} split points and {rule.num_stages} stages",
-            expected=f"{rule.num_stages - 1}: one for each stage after the first",
-            todo="Leave num_stages out, or change one of the two.",
+            expected=f"{rule.num_stages - 1} split points, one per stage after the first",
+            todo="Omit num_stages, or change one of the two.",
         )
 
 
@@ -238,10 +238,10 @@ def region_or_joint_plan(
 
 def _only_by_parameters(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        "A step that every rank runs is cut by parameters only, without activation checkpointing.",
+        'Steps that run on every rank support only balance="parameters", without activation checkpointing.',
         observed=reason,
-        expected="for these options, a step whose calls of the model are one region",
-        todo='Leave split_points and activation_checkpointing out, and set balance="parameters"; the model may call '
+        expected="for these options, a step whose calls of the model form a single pipelined region",
+        todo='Omit split_points and activation_checkpointing, and set balance="parameters". The model may call '
         "torch.utils.checkpoint itself.",
     )
 
@@ -250,7 +250,7 @@ def _if_possible(jointly: Callable[[], PartitionPlan]) -> PartitionPlan | None:
     try:
         return jointly()
     except Exception:
-        logger.debug("The step cannot be run jointly", exc_info=True)
+        logger.debug("The step cannot run on every rank", exc_info=True)
         return None
 
 
@@ -267,8 +267,9 @@ def _with_fewer_copies(planned: Planned, jointly: Callable[[], PartitionPlan]) -
     if joint is None or _MANY_COPIES * _most_held(joint) > held:
         return planned
     reason = (
-        f"as one pipeline, a stage would hold {human_count(held)} parameters, most of which others hold, too, and not "
-        f"{human_count(_most_held(joint))}: the step calls modules again with what later ones gave"
+        f"as one pipeline, a stage would hold {human_count(held)} parameters instead of {human_count(_most_held(joint))}, "
+        "most of them copies of other stages' parameters, because the step calls modules again with the results of later "
+        "modules"
     )
     return _joint(joint, reason)
 
@@ -328,7 +329,9 @@ def plan_jointly(
         except UnitNotRecorded as failure:
             first = first or failure.error
             opened.add(failure.path)  # what it calls may be recorded
-            logger.debug("%s is opened: it cannot be recorded", failure.path or "The module", exc_info=True)
+            logger.debug(
+                "%s is traced into, because it cannot be recorded as a whole", failure.path or "The module", exc_info=True
+            )
         except PartitionError as error:
             first = first or error
             opened.update(unit.path for unit in units)  # more, and smaller, calls

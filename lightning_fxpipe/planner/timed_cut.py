@@ -127,10 +127,10 @@ class TimedChain:
 def no_pinned_cut() -> PartitionError:
     """What is raised where modules cannot be in the stages that they have to be in."""
     return PartitionError(
-        "Modules cannot be in the stages that stage_of wants.",
-        observed="no cuts that are allowed put all of them there, with something in each stage",
-        expected="room for a cut between modules of different stages, and a module for each stage",
-        todo="Leave some of them out of stage_of, or choose other stages.",
+        "The stages assigned by stage_of are impossible.",
+        observed="no legal cuts place all of these modules there without an empty stage",
+        expected="a legal cut between modules of different stages, and at least one module per stage",
+        todo="Remove some modules from stage_of, or choose other stages.",
     )
 
 

@@ -89,11 +89,11 @@ def unit_costs(chain: Chain) -> tuple[UnitCosts, ...]:
                 found.append(measurement.of_unit(unit))
             except Exception as error:
                 raise TraceError(
-                    "What a part of the model takes cannot be seen on tensors without data.",
+                    "The cost of a part of the model cannot be estimated on tensors without data.",
                     where=node_words(unit.nodes[0]),
                     observed=error_words(error),
-                    expected="code that looks at sizes only, and operators that torch knows the sizes of",
-                    todo="Give simulate(...) costs that you have measured.",
+                    expected="code that reads sizes only, and operators whose output sizes torch can infer",
+                    todo="Pass measured costs to simulate(...).",
                 ) from error
     return tuple(found)
 

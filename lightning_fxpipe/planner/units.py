@@ -84,7 +84,7 @@ def find_units(
             with _trains_nothing(root), calls_through(calls):
                 run_step(root, step, run.example, say_nothing)
         except (Exception, RecordError, MustStayWhole) as error:
-            logger.debug("%s does not run to its end without data", step_name(step), exc_info=True)
+            logger.debug("%s does not complete on tensors without data", step_name(step), exc_info=True)
             end = error
     if calls.left is not None:
         raise calls.left
@@ -130,10 +130,10 @@ def plan_units(
     if not plans or not all(loads):
         raise PartitionError(
             f"Cannot form {num_stages} stages.",
-            observed="modules that the step calls, and in how many stages each can be cut: "
+            observed="modules that the step calls, and the number of stages of each: "
             + ", ".join(f"{plan.region} in {plan.num_stages}" for _, plan in plans),
-            expected="a part of one of them for each stage",
-            todo="Use fewer devices: each has a stage.",
+            expected="a part of one of these modules in each stage",
+            todo="Use fewer devices, one per stage.",
         )
     return _merge(plans, num_stages)
 
@@ -270,10 +270,10 @@ class _Calls(TorchFunctionMode):
 def _leaving(path: str) -> UnitNotRecorded:
     name = path or "the module"
     error = TraceError(
-        f"The step uses a tensor that its call of {name} has made and does not return.",
+        f"The step uses a tensor that its call of {name} computes but does not return.",
         where=user_source(),
-        observed="a tensor that is no result of the call, but an attribute of a module, or kept by a hook",
-        expected="results of calls, where every rank runs the step",
+        observed="a tensor that is stored in a module attribute or by a hook instead of returned by the call",
+        expected="only results of calls, because the step runs on every rank",
         todo="Return the tensor from the module's forward.",
     )
     return UnitNotRecorded(path, error)

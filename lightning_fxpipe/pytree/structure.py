@@ -174,7 +174,7 @@ def describe(value: Any) -> str:
     try:
         return repr(map_tensors(lambda tensor: _Shown(f"tensor{tuple(tensor.shape)}"), value))[:500]
     except Exception:  # an object that checks what it is made of
-        _logger.debug("A %s cannot be shown", type(value).__name__, exc_info=True)
+        _logger.debug("A %s has no usable repr", type(value).__name__, exc_info=True)
         return f"an object of type {type(value).__name__}"
 
 
@@ -221,7 +221,7 @@ class _Writer(pickle.Pickler):
             return self._once(obj)
         if isinstance(obj, _BY_REFERENCE) or id(obj) in self._shared:
             if isinstance(obj, FunctionType) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(closure_of(obj))):
-                raise NotFillable(f"the function {obj.__qualname__} holds a tensor of the code around it")
+                raise NotFillable(f"the function {obj.__qualname__} captures a tensor from the enclosing code")
             return self._once(_Reference(obj))
         return None
 
@@ -232,7 +232,7 @@ class _Writer(pickle.Pickler):
         try:
             reduced = obj.__reduce_ex__(4)
         except Exception:
-            _logger.debug("A %s cannot be taken apart", type(obj).__name__, exc_info=True)
+            _logger.debug("A %s cannot be flattened", type(obj).__name__, exc_info=True)
             return _itself, (_Reference(obj),)
         return (_itself, (_Reference(obj),)) if isinstance(reduced, str) else reduced
 

@@ -36,9 +36,12 @@ def own_fault_words(error: BaseException) -> dict[str, str | None]:
     return {
         "where": raising_source(error),
         "observed": f"{error_words(error)}, raised at {', from '.join(reversed(frames))}",
-        "expected": "a graph, or a message that names what in the step cannot be pipelined: the step is not at fault",
-        "todo": "Please open an issue of lightning_fxpipe with this message, the whole traceback, the code of the step and of "
-        f"the module that it was in, and these versions: {versions()}. The logger lightning_fxpipe says more at level DEBUG.",
+        "expected": "a graph, or an error that names the unsupported code: the step is not at fault",
+        "todo": (
+            "This is a bug in lightning_fxpipe. Please report it with this message, the full traceback, the code of the step "
+            f"and of the module at that point, and these versions: {versions()}. The logger lightning_fxpipe has more details "
+            "at level DEBUG."
+        ),
     }
 
 

@@ -26,7 +26,7 @@ def shorten(error: Exception) -> None:
     The frames of the user's code stay. An error without any, or of this package's own code, keeps all.
     """
     if isinstance(error, FxPipeError) or (interpreters(error, "__traceback__") is not None and not is_own_fault(error)):
-        _logger.debug("The whole traceback:", exc_info=error)
+        _logger.debug("Full traceback:", exc_info=error)
         _remove_frames(error)
         # By its id, not the error itself: its frames hold the model, and the error may be caught.
         sys.excepthook = partial(_print_shortened, without_shortening(sys.excepthook), (id(error), type(error)))

@@ -19,7 +19,7 @@ _LENGTH = 60
 def error_words(error: BaseException) -> str:
     """An error as the reason why something cannot be done."""
     if type(error).__name__ in _ASKS_FOR_VALUES:
-        return "it asks for values of a tensor, or for a size that depends on them"
+        return "it reads the values of a tensor or a size that depends on them"
     return f"{type(error).__name__}: {first_line(error)}"
 
 

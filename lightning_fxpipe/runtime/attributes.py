@@ -429,8 +429,8 @@ def _is_each_ranks(path: Path) -> bool:
 def _not_sendable(difference: Difference, error: Exception) -> UnsupportedError:
     kind = "a list with new entries" if difference.start is not None else f"a {type(difference.value).__name__}"
     return UnsupportedError(
-        f"The step sets {name_of(difference.path)} to something that the other ranks cannot get.",
+        f"The step sets {name_of(difference.path)} to a value that cannot be sent to the other ranks.",
         observed=f"{kind}, which cannot be pickled: {text_of(error)}",
-        expected="what can be pickled: after the model's call only the last stage runs the step",
-        todo="Keep a number or a tensor instead, or set the attribute in a hook, which runs on every rank.",
+        expected="a value that can be pickled: after the model's call only the last stage runs the step",
+        todo="Store a number or a tensor instead, or set the attribute in a hook, which runs on every rank.",
     )

@@ -125,7 +125,7 @@ class BatchPasses:
         tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
         changed_nothing, self._changes_nothing = self._changes_nothing, False
         one = RegionPass(setup, values, random_key=step.random_key, training=False, tries=tries, measures=True)
-        with self._recorder.undivided("look at a batch"), undo_after(self._root), torch.no_grad():
+        with self._recorder.undivided("check a batch"), undo_after(self._root), torch.no_grad():
             joined = one.run_forward()
             buffers = [] if tries is None else tries.changed()
         if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
@@ -172,7 +172,7 @@ class BatchPasses:
         if not self._runs_again(lacks_results or is_late):
             return joined
         again = RegionPass(setup, values, random_key=step.random_key, training=False)
-        with self._recorder.undivided("forward once more"), undo_after(self._root), torch.no_grad():
+        with self._recorder.undivided("repeat forward"), undo_after(self._root), torch.no_grad():
             before = None if tail is None else tail.state()
             results = again.run_forward()
             if before is not None and not before.is_current():
@@ -291,9 +291,10 @@ class BatchPasses:
 
 def _changes_late(step: Step, names: Sequence[str]) -> UnsupportedError:
     return UnsupportedError(
-        "The model's forward changes something in this batch that it did not change before: 1F1B cannot keep that.",
+        "The model's forward changes a value in this batch that it did not change in earlier batches, which 1F1B does not "
+        "support.",
         where=getattr(step.function, "__qualname__", step.kind.value),
         observed=", ".join(names),
-        expected="what batches before it changed, or attributes of the module that runs",
+        expected="changes to the same values as in earlier batches, or to attributes of the running module",
         todo='Set FxPipeStrategy(schedule="gpipe").',
     )

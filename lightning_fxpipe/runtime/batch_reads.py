@@ -83,7 +83,7 @@ class BatchReads(TorchFunctionMode):
             try:
                 value = self._known[id(tensor)][1].value()
             except Exception as error:  # a size in its arguments may be the microbatch's
-                logger.debug("A value is read for a microbatch, as it cannot be computed for its batch: %s", error)
+                logger.debug("A value is read per microbatch, because it cannot be computed for the batch: %s", error)
                 value = tensor
             own, of_batch = self._numel
             has_each_sample = own != of_batch and tensor.numel() * of_batch == value.numel() * own

@@ -177,8 +177,8 @@ class PipelineRuntime:
         if counted.reason is not None and not self._told_of_one_piece:
             self._told_of_one_piece = True
             self._log.warn(
-                f"A batch cannot be split into microbatches, and runs as one: the stages wait for each other. It has "
-                f"{counted.reason}. FxPipeStrategy(num_microbatches=1) says that it is meant so."
+                "Cannot split this batch into microbatches, so it runs as a single one and the stages do not overlap. The "
+                f"batch has {counted.reason}. Set FxPipeStrategy(num_microbatches=1) to silence this warning."
             )
         return counted.num_samples
 
@@ -246,17 +246,17 @@ class PipelineRuntime:
         if loss is None:
             found = output.get("loss") if isinstance(output, dict) else output
             raise UnsupportedError(
-                "The training_step returned something that is no loss.",
+                "The training_step returned a value that is not a loss.",
                 observed=f"{type(found).__name__}" + (f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""),
-                expected="a tensor with one element, a dict with one under 'loss', or None to skip the batch",
-                todo="Return a loss.",
+                expected="a tensor with one element, a dict with such a tensor under 'loss', or None to skip the batch",
+                todo="Return a scalar loss.",
             )
         if not loss.requires_grad and not self.passes.have_run:
             raise UnsupportedError(
                 f"The {step.kind.value} returned a loss without calling the model.",
-                observed="a loss that depends on no parameter",
-                expected="a loss of the model's result, or None to skip the batch",
-                todo="Return None for batches that train nothing.",
+                observed="a loss that does not depend on any parameter",
+                expected="a loss computed from the model's result, or None to skip the batch",
+                todo="Return None for batches without training.",
             )
         return loss
 

@@ -104,7 +104,9 @@ class BatchTraces:
         try:
             found = self._find(step, without_values(batch, self._topology.device), size, has_values=False)
         except Exception:  # zeros may be what the step cannot do with, as a division by them
-            _logger.debug("Every rank loads the batches of the %s: it does not run on zeros", step.kind.words, exc_info=True)
+            _logger.debug(
+                "Every rank loads the batches of the %s, because it does not run on zeros", step.kind.words, exc_info=True
+            )
             return False
         return found[0].traced is expected[0].traced and found[1] == expected[1]
 

@@ -270,19 +270,19 @@ def _is_opened(path: str, planned: Collection[str]) -> bool:
 
 def _backward_to(fqn: str) -> UnsupportedError:
     return UnsupportedError(
-        "The step runs backward for some parameters only.",
+        "The step calls backward for some parameters only.",
         where=user_source(),
         observed=f"backward(inputs=...) with {fqn}, which is in a stage",
-        expected="backward for all that trains, or torch.autograd.grad",
-        todo="Switch the gradients of the other parameters off with requires_grad_(False) before the model's call, or "
-        "use toggle_optimizer.",
+        expected="backward for all trainable parameters, or torch.autograd.grad",
+        todo="Disable the gradients of the other parameters with requires_grad_(False) before the model's call, or use "
+        "toggle_optimizer.",
     )
 
 
 def _varying(path: str, args: Any, kwargs: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"The call of {path or 'the module'} cannot be repeated with its own arguments.",
+        f"The call of {path or 'the module'} cannot be repeated with the same arguments.",
         observed=describe((args, kwargs)),
         expected="tensors, containers and plain values",
-        todo="Pass the tensors as arguments of their own.",
+        todo="Pass the tensors as separate arguments.",
     )

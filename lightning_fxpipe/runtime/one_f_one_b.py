@@ -256,7 +256,7 @@ class StepTail:
             raise
         except Exception as error:
             raise FailsForMicrobatch(
-                "The step fails for a microbatch, and not for its batch.",
+                "The step fails for a microbatch, but not for the whole batch.",
                 where=raising_source(error),
                 observed=error_words(error),
             ) from error
@@ -305,8 +305,8 @@ class StepTail:
                 raise FillsInPlace(
                     f"The {self.step.kind.value} {FillsInPlace.does}.",
                     where=getattr(self.step.function, "__qualname__", self.step.kind.value),
-                    observed="it runs once more for each microbatch, whose backward pass needs the tensor as it was",
-                    expected="a new tensor in its place",
+                    observed="the step runs again for each microbatch, whose backward pass needs the original tensor",
+                    expected="a new tensor instead of an in-place change",
                     todo='Assign a new tensor, or set FxPipeStrategy(schedule="gpipe").',
                 )
             return outputs()
@@ -476,9 +476,9 @@ class InterleavedPass:
         if abs(total - value) <= tolerance(dtype) * scale or (total != total and value != value):
             return
         raise UnsupportedError(
-            "The loss of this batch is not that of its microbatches, as it was on the first batch.",
+            "The loss of this batch does not decompose into the losses of its microbatches, unlike the first batch.",
             where=getattr(step.function, "__qualname__", step.kind.value),
             observed=f"{value:.7g} for the whole batch, {total:.7g} from its {len(losses)} microbatches",
-            expected="a mean or a sum over samples, which 1F1B can train",
-            todo='Set FxPipeStrategy(schedule="gpipe"), which trains any loss.',
+            expected="a mean or a sum over samples, as 1F1B requires",
+            todo='Set FxPipeStrategy(schedule="gpipe"), which supports any loss.',
         )

@@ -177,9 +177,9 @@ class PassSetups:
         elif names := sorted({name for _, each, _ in shown for name in each} - self._told_of):
             self._told_of.update(names)
             self._log.warn(
-                "The model changes buffers or numbers while it runs, once for each microbatch, as with accumulation: "
-                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. For those of one device, set "
-                "FxPipeStrategy(num_microbatches=1)."
+                "The model updates buffers or numbers in its forward, which happens once per microbatch, as with gradient "
+                f"accumulation: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. To get the values of one device, "
+                "set FxPipeStrategy(num_microbatches=1)."
             )
         if not reasons and trace.kind is StepKind.TRAIN:
             self._tell_of_gradient_hooks(sorted({name for *_, hooked in shown for name in hooked}))
@@ -189,9 +189,9 @@ class PassSetups:
         if names and _HOOKS not in self._told_of:
             self._told_of.add(_HOOKS)
             self._log.warn(
-                "Hooks on gradients of parameters run once for each microbatch, with its part of the gradient: "
-                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. What is not linear in it, such as clipping, is "
-                "another thing then: do it in on_after_backward, or set FxPipeStrategy(num_microbatches=1)."
+                "Gradient hooks of parameters run once per microbatch, on its part of the gradient: "
+                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. Nonlinear operations such as clipping give "
+                "different results: move them to on_after_backward, or set FxPipeStrategy(num_microbatches=1)."
             )
 
     def _make(self, trace: StageTrace, sizes: Mapping[Any, int], num_samples: int, count: int, training: bool) -> PassSetup:
@@ -214,8 +214,8 @@ class PassSetups:
         if reason not in self._told_of:
             self._told_of.add(reason)
             self._log.warn(
-                f"The {trace.kind.value} runs each batch as one microbatch, so that stages wait for each other: {reason}. "
-                "Only samples that the model treats one by one can be pipelined."
+                f"The {trace.kind.value} runs each batch as a single microbatch, so the stages do not overlap: {reason}. "
+                "Microbatches require a model that treats each sample independently."
             )
 
     def _tell_of_other_number(self, passes: Sequence[Pass], training: bool) -> None:
@@ -224,8 +224,8 @@ class PassSetups:
         if training and wanted is not None and passes[0].count != wanted and found not in self._told_of:
             self._told_of.add(found)
             self._log.inform(
-                f"The table {self._schedule.name} is for {wanted} microbatches. A batch that is cut into {found} goes forward "
-                "with all of them first, and then back."
+                f"The schedule table {self._schedule.name} is for {wanted} microbatches. A batch split into {found} runs in "
+                "GPipe order instead."
             )
 
     def _divide(self, trace: StageTrace) -> _Stages | str:
@@ -238,11 +238,11 @@ class PassSetups:
         division = divide(traced)
         held = sorted({fqn for node in division.tail for fqn in node_fqns(node, self._root) if self._plan.stages_of(fqn)})
         if held and self._everywhere:
-            raise NotDivisible(f"{_mixing(division)} must see the whole batch, and uses {held[0]}, which one stage has")
+            raise NotDivisible(f"{_mixing(division)} needs the whole batch, but uses {held[0]}, which only one stage holds")
         try:
             return follow_plan_with_tail(self._plan, traced, division.tail), division
         except PartitionError as error:
-            needed = f"must see the whole batch, and earlier stages need it ({error.observed})"
+            needed = f"needs the whole batch, but earlier stages depend on it ({error.observed})"
             raise NotDivisible(f"{_mixing(division)} {needed}") from None
 
     def _agreed(self, make: Callable[[], _T]) -> _T | str:
@@ -284,10 +284,12 @@ class PassSetups:
         if division is not None:
             in_batch, in_call = sum(part.count * part.size for part in passes), sizes[division.symbol]
             if in_call != in_batch:
-                raise NotDivisible(f"the model gets {in_call} of the batch's {in_batch} samples")
+                raise NotDivisible(f"the model receives {in_call} of the batch's {in_batch} samples")
             joined = tuple(joined_dim(node, division) for node in stages.results)
             if passes[0].size < 2 and any(has_several_entries(node, division) for node in stages.results):
-                raise NotDivisible("a single sample does not show which of a result's entries are its own")
+                raise NotDivisible(
+                    "with one sample per microbatch, it is unknown which entries of a result belong to which sample"
+                )
             dims = sample_dims(traced, division)
             dims |= {node.name: dim for node, dim in zip(stages.results, joined, strict=True) if dim is not None}
         # With one microbatch the random numbers run through the stages as on one device.
@@ -296,7 +298,7 @@ class PassSetups:
         for part in passes:
             sizes_of_part = dict(sizes) if division is None else {**sizes, division.symbol: part.size}
             if not traced.admits(sizes_of_part):
-                raise NotDivisible(f"the model's code takes another path for {part.size} samples than for {passes[0].size}")
+                raise NotDivisible(f"the model's code takes a different path for {part.size} samples than for {passes[0].size}")
             longer = None if division is None else {**sizes, division.symbol: part.size + 1}
             admits_one_more = longer is not None and traced.admits(longer)
             legs.append(self._leg(stages, part, passes[0].size, sizes_of_part, carried, training, admits_one_more))

@@ -249,7 +249,7 @@ class StageRun:
             with torch.enable_grad(), saved.counting():
                 self.compute(leg, stage, index, inputs, state=None, training=True)
         except Exception as error:  # torch.func, for one, cannot be looked at so; what else fails will fail again
-            _logger.debug("What autograd keeps cannot be seen (%s)", error)
+            _logger.debug("The activations that autograd saves cannot be measured (%s)", error)
         return saved.num_bytes
 
     def _inputs(self, leg: Leg, stage: Stage, index: int) -> list[Tensor | None]:
@@ -330,7 +330,7 @@ class RegionPass:
         if self.tries is not None:
             self.obstacle = self.obstacle or self.tries.reason()
             if self.obstacle is None and self._carrying is not None:
-                self.obstacle = f"{self._carrying} uses what an earlier call has left on its module"
+                self.obstacle = f"{self._carrying} uses a value that an earlier call stored on its module"
             self.tries = None  # it holds copies
         return self._results.take() if self.setup.is_last else None
 
@@ -348,7 +348,7 @@ class RegionPass:
             )
         if self.tries is not None and number == 0 and self.obstacle is None:
             mixing = self._run.mixing_call(leg, stage, index, received, self.tries.numbers.extend)
-            self.obstacle = None if mixing is None else f"in {mixing}, samples of the batch notice each other"
+            self.obstacle = None if mixing is None else f"{mixing} mixes samples of the batch"
             self._carrying = self._carrying or self._run.carrying_call(leg, stage, index, received)
         if self.measures and number == 0:
             self.saved_bytes += self._run.saved_bytes(leg, stage, index, received)
@@ -411,8 +411,8 @@ class RegionPass:
         kept = self._kept.get(key) if self.retains else self._kept.pop(key, None)
         if kept is None:
             raise RuntimeError(
-                "Trying to backward through the pipelined calls a second time: what they saved has been freed. "
-                "Specify retain_graph=True where backward is called the first time."
+                "Trying to backward through the pipelined calls a second time: their saved activations have been freed. "
+                "Specify retain_graph=True in the first call of backward."
             )
         if of == self.setup.last_stage:
             gradients = self._own_gradients(leg, index, joined)
@@ -486,10 +486,10 @@ def gradient_specs(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 def _mismatch_error(stage: Stage, node: fx.Node, output: Tensor, spec: TensorSpec) -> UnsupportedError:
     return UnsupportedError(
-        f"Stage {stage.index} computed another tensor than it was set up to send.",
+        f"Stage {stage.index} computed a tensor with a different shape, dtype or gradient than expected.",
         where=f"{node.meta['module_path'] or 'the module itself'}, {node.meta.get('source') or 'source unknown'}",
         observed=f"shape {tuple(output.shape)}, {output.dtype}, requires_grad={output.requires_grad}",
         expected=f"shape {spec.shape}, {spec.dtype}, requires_grad={spec.requires_grad}, as when it was traced",
-        todo="A shape, dtype or gradient that depends on data cannot cross a cut: keep that module and its user in "
-        "one stage, with a plan of other cuts or fewer stages.",
+        todo="A tensor whose shape, dtype or gradient depends on data cannot cross a cut. Keep the module and its user in one "
+        "stage, by other cuts or fewer stages.",
     )

@@ -95,7 +95,7 @@ class RegionRun:
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         inputs = self.trace.traced.input_tensors(args, kwargs)
         if inputs is None:
-            raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
+            raise self._varying("other arguments", describe((args, kwargs)), "the same arguments except for the tensors")
         self._arguments = args, kwargs
         return list(inputs)
 
@@ -117,7 +117,7 @@ class RegionRun:
         expected = self._setup.input_shapes
         actual = tuple(tuple(tensor.shape) for tensor in inputs)
         if actual != expected:
-            raise self._varying("inputs of other shapes", str(actual), str(expected))
+            raise self._varying("inputs with different shapes", str(actual), str(expected))
         before_draws = rng_state()
         counts, joined, values = self._pass(inputs)
         if not counts:
@@ -167,8 +167,8 @@ class RegionRun:
 
     def _varying(self, what: str, observed: str, expected: str) -> UnsupportedError:
         return UnsupportedError(
-            f"The {self.step.kind.value} calls {self.trace.traced.signature.label} with {what} than it was set up for.",
+            f"The {self.step.kind.value} calls {self.trace.traced.signature.label} with {what} than in the trace.",
             observed=observed,
             expected=expected,
-            todo="Make the inputs' shapes and constants follow from the batch's shapes and plain attributes.",
+            todo="Derive the inputs' shapes and constants from the batch's shapes and plain attributes.",
         )

@@ -233,10 +233,10 @@ class Replay(StepMode):
         record = self._record
         if record.first < self._count <= record.last:  # one that makes none of them skips the batch
             raise UnsupportedError(
-                "The step ended before it had made all calls of the model.",
+                "The step ended before making all traced calls of the model.",
                 observed=f"{self._count} calls",
                 expected=f"at least {record.last + 1}, up to {record.calls[-1].name}, {record.calls[-1].source}",
-                todo="Make the same calls for every batch; a step that skips some of them cannot be pipelined.",
+                todo="Make the same calls for every batch. A step that skips some of them cannot be pipelined.",
             )
 
     @contextmanager
@@ -388,12 +388,12 @@ class Replay(StepMode):
             expected = _call_words(call.name, ["a tensor" if isinstance(r, TensorKey) else argument_words(r) for r in recorded])
             observed = _call_words(name, [argument_words(leaf) for leaf in leaves])
             raise UnsupportedError(
-                "The step takes another path between its calls of the model than it took when it was recorded.",
+                "The step takes a different path between its calls of the model than when it was traced.",
                 where=user_source(),
                 observed=observed + (", with other tensors" if observed == expected else ""),
                 expected=f"{expected}, as at {call.source or 'the same place'}",
-                todo="Move what changes from batch to batch before the first call of the model or after the last, or into "
-                "a module's forward.",
+                todo="Move the code that varies between batches before the first call of the model, after the last, or into a "
+                "module's forward.",
             )
 
     def _is_same(self, recorded: Any, actual: Any) -> bool:
@@ -431,11 +431,11 @@ class Replay(StepMode):
     def _check_has_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):
             raise UnsupportedError(
-                "The step uses a value of the pipelined calls that it did not use when it was recorded.",
+                "The step uses a value of the pipelined calls that it did not use when it was traced.",
                 where=user_source(),
-                observed=f"an argument of {name} that only the stages had",
+                observed=f"an argument of {name} that only the stages hold",
                 expected="the same use of the model's results for every batch",
-                todo="Use the value in every step, for instance in a term with weight zero.",
+                todo="Use the value in every step, for example in a loss term with weight zero.",
             )
 
 

@@ -62,8 +62,8 @@ class ResultGradients:
             tolerance = _TOLERANCE if leaf.dtype.itemsize > 2 else _TOLERANCE_16_BIT
             if distance > tolerance * max(norm, parts_norm) and distance > self._rounding(leaf, most, whole):
                 return (
-                    f"gradients by a result of the model, of shape {tuple(leaf.shape)}, of norm {norm:.4g} for the whole batch "
-                    f"and {parts_norm:.4g} from its {len(losses)} microbatches, {distance:.2g} away from each other"
+                    f"gradients with respect to a result of the model, of shape {tuple(leaf.shape)}, with norm {norm:.4g} for "
+                    f"the whole batch and {parts_norm:.4g} from its {len(losses)} microbatches, which differ by {distance:.2g}"
                 )
         return None
 

@@ -30,12 +30,12 @@ def check_same_cuts(
         may_run_whole: Whether ``CannotFollow`` is raised: the step can run on one rank.
     """
     # User code that fails while it is recorded makes another graph; where it does so on one rank alone, its error is here only.
-    reasons = [f"{path} is kept whole ({reason})" for path, reason in assignment.chain.traced.kept_whole.items()]
+    reasons = [f"{path} is not split ({reason})" for path, reason in assignment.chain.traced.kept_whole.items()]
     cuts = [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]
     differs = TraceError(
         "The ranks recorded different graphs of the same step.",
         expected="the same tensors across each cut on every rank",
-        todo="Look for code that depends on the rank, on values of buffers, unseeded random numbers or on the order of a set.",
+        todo="Look for code that depends on the rank, on buffer values, on unseeded random numbers or on the order of a set.",
     )
     found = cuts if symbolic is None else (symbolic, cuts)
     try:

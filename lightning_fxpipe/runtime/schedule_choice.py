@@ -123,7 +123,7 @@ class Interleaving:
         is_wanted = self._is_asked_for or self._is_chosen or self.is_on
         if not is_wanted and not any_rank(self._is_tight(needed, parameters), self._topology):
             self.may_be = False
-            _logger.debug("Training goes forward, then backward: all activations take %.2g GiB", needed / _GIB)
+            _logger.debug('schedule="auto" selected "gpipe": all activations need %.2g GiB', needed / _GIB)
             return
         was_on, were_compared, self._num_batches = self.is_on, not self.only_logs_loss, 0
         found = None
@@ -138,8 +138,8 @@ class Interleaving:
             self._refuse(needed, may_go_on=not self._is_asked_for and were_compared)
         elif self.is_on and not (self._is_asked_for or self._is_chosen or was_on):
             self._log.inform(
-                f"Training goes forward and backward by turns (schedule '1f1b'): all microbatches' activations would take "
-                f"{needed / _GIB:.2g} GiB on the last stage, or much of what is left on another."
+                f'schedule="auto" selected "1f1b": GPipe would need {needed / _GIB:.2g} GiB of activations on the last stage, '
+                "or most of the free memory on another."
             )
 
     def _is_tight(self, needed: int, parameters: Sequence[nn.Parameter]) -> bool:
@@ -157,29 +157,28 @@ class Interleaving:
         if may_go_on and self._is_chosen:
             self.may_be = False
             self._log.warn(
-                f"{self._name} was chosen, but microbatches cannot go forward and backward by turns: the loss is not made of "
-                f"theirs ({observed}). All of them go forward first, and then back, which takes more time and memory. Set "
-                'FxPipeStrategy(schedule="gpipe"), for which other stages may be chosen, or say what the loss is with '
-                "loss_reduction or loss_weight."
+                f"{self._name} was selected, but the loss does not decompose into microbatch losses ({observed}). Training "
+                'runs in GPipe order instead, which needs more time and memory. Set FxPipeStrategy(schedule="gpipe") to plan '
+                "for that order, or describe the loss with loss_reduction or loss_weight."
             )
             return
         if may_go_on:
             self.may_be = False
             self._log.warn(
-                f"The activations of a batch may take much of the memory left ({needed / _GIB:.2g} GiB on the last stage), "
-                f"and microbatches cannot go forward and backward by turns: the loss is not made of theirs ({observed}). "
-                "Should the memory not do, take smaller batches and accumulate_grad_batches, or activation checkpointing."
+                f"The activations of a batch may need most of the free memory ({needed / _GIB:.2g} GiB on the last stage), "
+                f"and 1F1B is not possible: the loss does not decompose into microbatch losses ({observed}). If you run out "
+                "of memory, use a smaller batch with accumulate_grad_batches, or enable activation checkpointing."
             )
             return
         todo = (
-            'Set FxPipeStrategy(schedule="gpipe"), which trains any loss; for a mean over something else than samples, such as '
-            "tokens, loss_weight may say over what."
+            'Set FxPipeStrategy(schedule="gpipe"), which supports any loss. If the loss is a mean over tokens or other items '
+            "instead of samples, set loss_weight to a function that counts them."
         )
         if self._finding.reduction is not None and self._options.reduction is not None:
-            todo = f"Set FxPipeStrategy(loss_reduction={self._finding.reduction.value!r}), or leave it out."
+            todo = f"Set FxPipeStrategy(loss_reduction={self._finding.reduction.value!r}), or omit the option."
         raise UnsupportedError(
-            f"{self._name} cannot train this loss: it is not made of those of the microbatches.",
+            f"{self._name} does not support this loss: it does not decompose into microbatch losses.",
             observed=observed,
-            expected="a mean or a sum over samples, or a mean with the weights that loss_weight gives",
+            expected="a mean or a sum over samples, or a mean with the weights returned by loss_weight",
             todo=todo,
         )

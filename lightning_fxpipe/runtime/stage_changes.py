@@ -120,9 +120,9 @@ class StageChanges:
             raise UnsupportedError(
                 "The model's forward changes parameters.",
                 where=lost[0],
-                observed=f"{len(lost)} of them, changed once for each microbatch",
-                expected="parameters that the optimizer or a hook changes, once for a batch",
-                todo="Set FxPipeStrategy(num_microbatches=1), or change them in a hook.",
+                observed=f"{len(lost)} parameters, changed once per microbatch",
+                expected="parameters that the optimizer or a hook changes once per batch",
+                todo="Set FxPipeStrategy(num_microbatches=1), or change the parameters in a hook.",
             )
         if frozen:
             return f"the model's forward changes {frozen[0]}, which is frozen"

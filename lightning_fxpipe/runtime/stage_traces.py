@@ -292,7 +292,7 @@ class StageTraces:
                 at_call=lambda region: found.append(self._known_now(kind, region)),
             )
         except FxPipeError:
-            _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
+            _logger.debug("The %s is retraced, because it contains no known call", kind.words, exc_info=True)
             return None
         self._note_prelude(kind, region.prelude)
         return found[0]
@@ -429,7 +429,7 @@ class StageTraces:
                 try:
                     assignment = self._follow_plan(replace(region, varying=attempt))
                 except FxPipeError:  # some code cannot do without knowing a size
-                    _logger.debug("A trace for all sizes of %s cannot be made", attempt, exc_info=True)
+                    _logger.debug("Could not trace %s for all sizes", attempt, exc_info=True)
                     continue
                 break
         else:
@@ -452,7 +452,7 @@ class StageTraces:
             try:
                 traced = trace(replace(region, numbers=numbers))
             except FxPipeError:
-                _logger.debug("Numbers of %s cannot be inputs", region.label, exc_info=True)
+                _logger.debug("Numbers of %s cannot be inputs of the trace", region.label, exc_info=True)
                 return plain, numbers
             return traced, traced.constant_numbers() if traced.is_like(plain) else numbers
 

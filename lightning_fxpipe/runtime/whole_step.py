@@ -76,22 +76,23 @@ class WholeSteps:
         """
         num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in self._missing())
         facts = "; ".join(text for text in (error.where, error.observed) if text)
-        why = f"Results are those of one device. Why: {error.what} ({facts})"
+        why = f"Results are unchanged. Reason: {error.what} ({facts})"
         rest = f"the rest of the model, {num_bytes / 2**20:,.1f} MiB"
         free = memory_for_rank(self._topology.device, self._topology.num_ranks)
         if not of_last_stage(free is None or num_bytes <= _USABLE_SHARE * free, self._topology):
             self._warn(
-                f"The {kind.value} cannot run in stages at once, and the last stage's rank has no room for {rest}. So every "
-                f"rank runs it, and each call of the model is a pipeline of its own: stages wait for each other. {why}"
+                f"The {kind.value} cannot be pipelined as a whole, and the last stage's rank does not have enough memory for "
+                f"{rest}. Every rank runs it instead, with a separate pipeline for each call of the model, so the stages do "
+                f"not overlap. {why}"
             )
             return False
         self._kinds.add(kind)
         if self._topology.num_ranks == 1:
-            self._warn(f"The {kind.value} cannot run in stages, so it runs without. {why}")
+            self._warn(f"The {kind.value} cannot be pipelined, so it runs without stages. {why}")
             return True
         self._warn(
-            f"The {kind.value} cannot run in stages, so it runs on the last stage's rank alone: {rest}, is brought there for "
-            f"each loop over the batches, and the other ranks wait. {why}"
+            f"The {kind.value} cannot be pipelined, so it runs on the last stage's rank only: {rest}, is copied there for "
+            f"each loop over the batches while the other ranks wait. {why}"
         )
         return True
 
@@ -195,10 +196,10 @@ class WholeSteps:
 
 def _refuse_look() -> NoReturn:
     raise UnsupportedError(
-        "The step uses parameters outside of the calls that are pipelined.",
+        "The step uses parameters outside the pipelined calls.",
         where=user_source(),
         observed="a parameter or buffer of another stage",
-        expected="the calls of the model that were found when the step was traced",
+        expected="parameters of the last stage only, except in the traced calls of the model",
         todo="Call the model in this step as training does.",
     )
 
@@ -208,5 +209,5 @@ def _changes_parameter(fqn: str) -> UnsupportedError:
         "The step changes a parameter.",
         observed=fqn,
         expected="parameters that the optimizer, modules or hooks change",
-        todo="Do it in a hook, which sees the whole model.",
+        todo="Change it in a hook, which has access to the whole model.",
     )

@@ -33,7 +33,7 @@ def schedule_of(value: object) -> Schedule | None:
 def expected_schedule(value: object) -> str:
     """Returns what is expected in place of a wrong value."""
     nearest = suggestion(value, SCHEDULES) if isinstance(value, str) else ""
-    return f"expected one of {', '.join(map(repr, SCHEDULES))}, or the path of a table (CSV){nearest}"
+    return f"expected one of {', '.join(map(repr, SCHEDULES))}, or the path of a schedule table (CSV){nearest}"
 
 
 def wanted_schedule(value: object, num_microbatches: object) -> Schedule:
@@ -52,10 +52,10 @@ def wanted_schedule(value: object, num_microbatches: object) -> Schedule:
         raise ValueError(f"FxPipeStrategy(schedule={value!r}): {expected_schedule(value)}")
     if num_microbatches not in ("auto", schedule.num_microbatches or num_microbatches):
         raise ScheduleError(
-            "The schedule's table does not have so many microbatches.",
+            "num_microbatches differs from the number of microbatches in the schedule table.",
             where=schedule.name,
-            observed=f"FxPipeStrategy(num_microbatches={num_microbatches!r}), and a table for {schedule.num_microbatches}",
-            todo="Leave num_microbatches out, or make the table for that number.",
+            observed=f"FxPipeStrategy(num_microbatches={num_microbatches!r}) and a table for {schedule.num_microbatches}",
+            todo="Omit num_microbatches, or use a table for that number.",
         )
     return schedule
 
@@ -110,14 +110,13 @@ def _placements(table: ActionTable) -> Iterator[Placement]:
 def _not_placed(table: ActionTable, name: str) -> ScheduleError:
     held = (f"{', '.join(map(str, table.stages_of(rank))) or 'none'}" for rank in range(table.num_ranks))
     ways = " or ".join(
-        f"{'in a V' if one.is_v else 'round'}: {'; '.join(str(one.stages_of(rank)) for rank in range(one.num_ranks))}"
+        f"{'V-shaped' if one.is_v else 'looped'}: {'; '.join(str(one.stages_of(rank)) for rank in range(one.num_ranks))}"
         for one in _placements(table)
     )
     return ScheduleError(
-        "The stages of a table do not lie as those of a pipeline can.",
+        "Unsupported placement of stages in the schedule table.",
         where=name,
         observed="; ".join(f"line {number}: stages {stages}" for number, stages in enumerate(held, start=1)),
-        expected="the same number of stages in each line, so that they go round through the ranks, or come back in a V"
-        + (f" ({ways})" if ways else ""),
-        todo="Number the stages of the table so.",
+        expected="the same number of stages in each line, in a looped or V-shaped placement" + (f" ({ways})" if ways else ""),
+        todo="Renumber the stages of the table accordingly.",
     )

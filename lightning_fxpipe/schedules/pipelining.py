@@ -153,8 +153,8 @@ class Pipeline:
         if self._failed:
             # torch keeps the losses of the step that failed, and would run their backward instead of the new ones.
             raise UnsupportedError(
-                "The pipeline cannot go on after a step that failed.",
-                todo="Make a new Trainer and module, and resume from a checkpoint.",
+                "The pipeline cannot continue after a failed step.",
+                todo="Create a new Trainer and module, and resume from a checkpoint.",
             )
         self._failed = True
         if self._onward is not None:

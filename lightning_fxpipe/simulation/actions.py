@@ -55,10 +55,10 @@ class Action:
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                "A table has something in it that is no action.",
+                "The schedule table contains an invalid action.",
                 observed=repr(text),
-                expected="a stage, one of F, B, I and W, and a microbatch, as in 3F1",
-                todo="Write the table as torch writes its own: a line for each rank, its actions with commas between them.",
+                expected="a stage, one of F, B, I and W, and a microbatch, such as 3F1",
+                todo="Use torch's format: one line per rank, with actions separated by commas.",
             )
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
@@ -103,11 +103,12 @@ class ActionTable:
             return cls.from_csv(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise ScheduleError(
-                "Cannot read a table of actions.",
+                "Cannot read the schedule table.",
                 where=str(path),
                 observed=str(error),
-                expected="a CSV file with a line for each rank",
-                todo="Give the path of a table, such as one that ActionTable.to_csv() gives, or torch's schedules dump.",
+                expected="a CSV file with one line per rank",
+                todo="Pass the path of a table, such as the output of ActionTable.to_csv() or a dump of one of torch's "
+                "schedules.",
             ) from error
         except ScheduleError as error:
             raise ScheduleError(
@@ -173,12 +174,12 @@ def _check(table: ActionTable) -> None:
         for index, action in enumerate(actions):
             owners.setdefault(action.stage, set()).add(rank)
             if action in position:
-                raise _wrong(f"{action} is there twice", "each action once")
+                raise _wrong(f"{action} occurs twice", "each action once")
             position[action] = index
     if not position:
         raise _wrong("no action", "at least one")
     if sorted(owners) != [*range(len(owners))]:
-        raise _wrong(f"stages {sorted(owners)}", "stages from 0 on, each of which has actions")
+        raise _wrong(f"stages {sorted(owners)}", "consecutive stages from 0, each with actions")
     shared = [stage for stage, ranks in owners.items() if len(ranks) > 1]
     if shared:
         raise _wrong(f"stage {shared[0]} on lines {[rank + 1 for rank in sorted(owners[shared[0]])]}", "each stage on one line")
@@ -193,18 +194,22 @@ def _check_microbatch(position: dict[Action, int], stage: int, microbatch: int) 
     is_split = whole is None and inputs is not None and weights is not None
     if forward is None or not (is_whole or is_split):
         names = [str(Action(stage, kind, microbatch)) for kind in Kind if Action(stage, kind, microbatch) in position]
-        raise _wrong(f"{', '.join(names) or 'nothing'} for microbatch {microbatch} of stage {stage}", "F and B, or F, I and W")
+        raise _wrong(
+            f"{', '.join(names) or 'nothing'} for microbatch {microbatch} of stage {stage}", "either F and B, or F, I and W"
+        )
     order = [place for place in (forward, whole, inputs, weights) if place is not None]
     if order != sorted(order):
-        raise _wrong(f"microbatch {microbatch} of stage {stage} in another order", "its forward first, and its weights last")
+        raise _wrong(
+            f"microbatch {microbatch} of stage {stage} in another order", "forward (F) first and weight backward (W) last"
+        )
 
 
 def _wrong(observed: str, expected: str) -> ScheduleError:
     return ScheduleError(
-        "A table of actions cannot be run.",
+        "The schedule table cannot be executed.",
         observed=observed,
         expected=expected,
-        todo="Change the table, or begin from one that simulate(...) gives by a name.",
+        todo="Correct the table, or start from one that simulate(...) returns for a named schedule.",
     )
 
 

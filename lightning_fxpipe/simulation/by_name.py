@@ -57,10 +57,10 @@ def schedule_named(text: str) -> SimulatedSchedule:
     name = canonical_name(text, names)
     if name is None:
         raise ScheduleError(
-            "There is no such schedule.",
+            "The schedule does not exist.",
             observed=repr(text),
             expected=f"one of {', '.join(names)}{suggestion(text, names)}",
-            todo="Use one of these names, or a table: ActionTable.from_csv(text).",
+            todo="Use one of these names, or a custom table: ActionTable.from_csv(text).",
         )
     return cast(SimulatedSchedule, name)
 
@@ -98,10 +98,10 @@ def simulate(
         table = table_of(schedule_named(schedule), costs, num_microbatches, stages_per_rank, memory_bytes, link)
     if table.num_microbatches != num_microbatches:
         raise ScheduleError(
-            "A table is made for another number of microbatches.",
+            "The schedule table is for a different number of microbatches.",
             observed=str(table.num_microbatches),
             expected=str(num_microbatches),
-            todo="Use that number, or another table.",
+            todo="Use that number of microbatches, or another table.",
         )
     return run_table(table, costs, link=link, overhead=overhead)
 
@@ -144,11 +144,11 @@ def table_of(
     is_other = stages_per_rank not in (1, per_rank) and schedule not in _LOOPED
     if is_other or per_rank < 1 or not costs or len(costs) % per_rank:
         raise ScheduleError(
-            "A schedule cannot be made for so many stages.",
+            "The number of stages does not fit the schedule.",
             observed=f"{schedule} for {len(costs)} stages, {stages_per_rank} on each rank",
-            expected=f"the same number on each rank, more than one with {' or '.join(_LOOPED)} only"
-            + (", and two with this one, whatever is asked for" if schedule in _V_SHAPED else ""),
-            todo="Give the costs of as many stages as the ranks hold together.",
+            expected=f"the same number on each rank; several only with {' or '.join(_LOOPED)}"
+            + (", and exactly two with this schedule" if schedule in _V_SHAPED else ""),
+            todo="Pass the costs of all stages of all ranks.",
         )
     num_ranks = len(costs) // per_rank
     if schedule in FITTED:

@@ -76,7 +76,7 @@ class Device:
             return cls(**numbers, link=link, name=Path(path).stem)
         except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
             raise FxPipeError(
-                "Cannot read a device.",
+                "Cannot read the device description.",
                 where=str(path),
                 observed="no such file" if isinstance(error, FileNotFoundError) else str(error),
                 expected=f"{', '.join(DEVICES)}, or a YAML file with flops_per_second and bytes_per_second",

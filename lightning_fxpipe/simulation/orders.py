@@ -57,9 +57,9 @@ def interleaved(num_ranks: int, num_microbatches: int, *, stages_per_rank: int) 
     per_round = num_microbatches // num_rounds
     if num_microbatches % num_rounds:
         raise ScheduleError(
-            "An interleaved schedule takes its microbatches in rounds of as many as there are ranks, or a few more.",
+            "An interleaved schedule runs microbatches in equal rounds of at least one per rank.",
             observed=f"{num_microbatches} microbatches on {num_ranks} ranks",
-            expected=f"a multiple of {num_rounds}, one for each round",
+            expected=f"a multiple of {num_rounds}, the number of rounds",
             todo=f'Use a multiple of {num_ranks}, or schedule="1f1b".',
         )
     total = num_microbatches * stages_per_rank

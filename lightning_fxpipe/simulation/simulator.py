@@ -169,10 +169,10 @@ def run_table(
     """
     if len(costs) != table.num_stages:
         raise ScheduleError(
-            "The costs are those of another number of stages.",
+            "The number of costs differs from the number of stages.",
             observed=str(len(costs)),
             expected=str(table.num_stages),
-            todo="Give the costs of each stage of the table.",
+            todo="Pass the costs of each stage of the table.",
         )
     run = _Run(table, tuple(costs), link, overhead)
     run.go()
@@ -218,10 +218,10 @@ class _Run:
         if self.waiting:
             waits = sorted((rank, str(action)) for action, ranks in self.waiting.items() for rank in ranks)
             raise ScheduleError(
-                "The ranks of a schedule wait for each other for ever.",
+                "The schedule deadlocks: its ranks wait for each other.",
                 observed=", ".join(f"line {rank + 1} for {action}" for rank, action in waits),
-                expected="an order in which one of them can go on",
-                todo="Move the actions that they wait for to earlier places on their lines.",
+                expected="an order in which at least one rank can continue",
+                todo="Move the awaited actions to earlier places in their lines.",
             )
 
     def _needed_by(self, action: Action) -> list[tuple[Action, float]]:

@@ -30,8 +30,8 @@ def torch_table(schedule: str, num_ranks: int, num_microbatches: int, *, stages_
         rows = rows_of_class(_CLASSES[schedule], num_ranks, stages_per_rank, num_microbatches)
     except ValueError as error:
         raise ScheduleError(
-            "torch's schedule is not made for so many microbatches.",
+            "torch's schedule does not support this number of microbatches.",
             observed=f"{num_microbatches} microbatches on {num_ranks} ranks: {error}",
-            todo="Use a multiple of the ranks, at least as many as stages, or another schedule.",
+            todo="Use a multiple of the number of ranks that is at least the number of stages, or another schedule.",
         ) from error
     return ActionTable.of(map(Action.parse, row) for row in rows)

@@ -101,11 +101,11 @@ class Walk:
         while not self.fits(action, limit_bytes):
             if not self.has_weights_left(rank):
                 raise ScheduleError(
-                    "A rank has not enough memory for this order.",
+                    "A rank does not have enough memory for this order.",
                     where=f"stage {action.stage}, {action}",
                     observed=f"{limit_bytes:.0f} bytes for activations, {self.kept_bytes[rank]:.0f} of them in use",
                     expected=f"{self._costs[action.stage].kept_bytes(action.kind):.0f} more",
-                    todo="Use more microbatches, so that each is smaller, more ranks, or recomputation.",
+                    todo="Use more and smaller microbatches, more ranks, or activation checkpointing.",
                 )
             self.do_weights(rank)
 

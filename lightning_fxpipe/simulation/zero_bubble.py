@@ -47,11 +47,11 @@ def zero_bubble(
     for rank, (cost, limit) in enumerate(zip(costs, limits, strict=True)):
         if cost.activation_bytes > limit:
             raise ScheduleError(
-                "A rank has not enough memory for one microbatch.",
+                "A rank does not have enough memory for one microbatch.",
                 where=f"stage {rank}",
                 observed=f"{limit:.0f} bytes for activations",
                 expected=f"at least {cost.activation_bytes:.0f}",
-                todo="Use more microbatches, so that each is smaller, more ranks, or recomputation.",
+                todo="Use more and smaller microbatches, more ranks, or activation checkpointing.",
             )
     choices = [_Choices(*each) for each in product((True, False), repeat=3)]
     tables = [_Heuristic(costs, num_microbatches, limits, link.latency_seconds, each).table() for each in choices]

@@ -50,9 +50,9 @@ def zero_bubble_v(
     num_ranks, rest = divmod(len(costs), 2)
     if rest or num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            "A V of stages cannot be filled.",
+            "There are too few microbatches or stages for a V-shaped schedule.",
             observed=f"{len(costs)} stages, {num_microbatches} microbatches",
-            expected="two stages for each rank, and twice as many microbatches as ranks",
+            expected="two stages per rank, and at least twice as many microbatches as ranks",
             todo='Use more microbatches, or schedule="v_half" or "zero_bubble".',
         )
     ranks = range(num_ranks)
@@ -67,10 +67,10 @@ def zero_bubble_v(
     if not tables:
         least = [costs[rank].activation_bytes + costs[-1 - rank].activation_bytes for rank in ranks]
         raise ScheduleError(
-            "No order is found for a V of stages in this memory.",
+            "No V-shaped schedule fits in this memory.",
             observed=f"{', '.join(f'{limit:.0f}' for limit in limits)} bytes for the ranks' activations",
             expected=f"more than {', '.join(f'{num_bytes:.0f}' for num_bytes in least)}",
-            todo='Give them more, or use schedule="zero_bubble".',
+            todo='Allow more memory, or use schedule="zero_bubble".',
         )
     return min(tables, key=lambda table: run_table(table, costs, link=link).longest_rank_seconds)
 

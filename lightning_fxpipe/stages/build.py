@@ -120,11 +120,11 @@ def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
     number = expression if isinstance(expression, int) else expression.subs(dict(sizes))
     if getattr(number, "free_symbols", None):
         raise UnsupportedError(
-            "The size of a tensor depends on values of the batch, and other ranks would have to know it.",
+            "The size of a tensor that other ranks need depends on values of the batch.",
             where=user_source(),
-            observed="a size as that of unique(), nonzero(), or of an index with a mask",
-            expected="sizes that follow from the shapes of the batch",
-            todo="Compute it before the first call of the model or after the last, or inside a module's forward.",
+            observed="a size such as that of unique(), nonzero() or indexing with a mask",
+            expected="sizes determined by the shapes of the batch",
+            todo="Compute the tensor before the first call of the model, after the last, or inside a module's forward.",
         )
     return int(number)
 

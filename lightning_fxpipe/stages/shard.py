@@ -81,11 +81,11 @@ def check_none_late(fqns: Sequence[str]) -> None:
     """Raises :class:`UnsupportedError` if parameters were made after the module was split."""
     if fqns:
         raise UnsupportedError(
-            "The module has got parameters after it was split into stages.",
+            "Parameters were added to the module after it was split into stages.",
             where="configure_optimizers, or a hook of the run",
             observed=fqns[0] + (f" and {len(fqns) - 1} others" if len(fqns) > 1 else ""),
-            expected="layers that are made in the constructor, setup or configure_model",
-            todo="Make these layers in configure_model, where the Trainer, its datamodule and the data are there as well.",
+            expected="layers created in the constructor, setup or configure_model",
+            todo="Create these layers in configure_model, where the Trainer, its datamodule and the data are also available.",
         )
 
 

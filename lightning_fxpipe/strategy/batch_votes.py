@@ -52,10 +52,10 @@ def votes_before_batches(trainer: Any, topology: Topology) -> Callable[[int, boo
 
 def _different_graphs() -> TraceError:
     return TraceError(
-        "The ranks of the pipeline have computed a batch with different graphs.",
+        "The ranks of the pipeline computed a batch with different traces.",
         where="the batch before the last one",
-        observed="an attribute, an entry or a global variable that the model reads had another value on some rank",
-        expected="the same values on every rank where the model is called",
-        todo="Look for what user code sets on one rank only: in a hook under `if trainer.is_global_zero`, from the clock, a "
-        "file or unseeded random numbers. Set it on every rank.",
+        observed="an attribute, an entry or a global variable that the model reads had a different value on some rank",
+        expected="the same values on every rank when the model is called",
+        todo="Look for state that your code sets on one rank only: in a hook under `if trainer.is_global_zero`, or from the "
+        "clock, a file or unseeded random numbers. Set it on every rank.",
     )

@@ -170,7 +170,7 @@ class CheckpointHooks:
     @property
     def _now(self) -> _Run:
         if self._run is None:
-            raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
+            raise RuntimeError("Checkpoints are only available after the strategy's setup has split the module into stages.")
         return self._run
 
     @property
@@ -273,9 +273,10 @@ class CheckpointHooks:
         needs_folder = topology.num_ranks > 1 and not of_last_stage(has_room(num_bytes), topology)
         if needs_folder:
             warn(
-                "Checkpoints of this run are folders, into which each rank writes its part; torch.load reads files only. "
-                f"One file needs {num_bytes / 2**30:.1f} GiB on rank 0's machine, which are not free. "
-                "FxPipeStrategy(save_distributed_checkpoint=True) chooses folders without this warning, False chooses files."
+                "Checkpoints of this run are folders into which each rank writes its part; torch.load cannot read them. A "
+                f"single file would need {num_bytes / 2**30:.1f} GiB on rank 0's machine, which does not have enough free "
+                "memory. Set FxPipeStrategy(save_distributed_checkpoint=True) to silence this warning, or False to write "
+                "files anyway."
             )
         return needs_folder
 
@@ -293,10 +294,10 @@ class CheckpointHooks:
             self._now.topology.control_group,
             [{key: text_of(value) for key, value in entries.items()} for entries in common],
             UnsupportedError(
-                "The optimizer's state cannot be saved: what belongs to no parameter is not the same on all stages.",
+                "The optimizer state cannot be saved: entries that belong to no parameter differ between stages.",
                 where=", ".join(type(mine.optimizer).__name__ for mine in self._now.optimizers),
-                expected="counters and the like, which are the same whatever parameters an optimizer has",
-                todo="Keep it in the state of the parameters (optimizer.state[parameter]).",
+                expected="counters and similar entries that do not depend on the optimizer's parameters",
+                todo="Store them in the state of the parameters (optimizer.state[parameter]).",
             ),
         )
 
@@ -335,11 +336,11 @@ class CheckpointHooks:
             FxPipeError: It is not the one with which each rank has begun: another run has saved one with its name meanwhile.
         """
         replaced = FxPipeError(
-            "The checkpoint has been replaced while it was read: another run saves under its name.",
+            "The checkpoint was replaced while it was being read: another run saves under the same name.",
             where=source.location.text,
             observed=version_of(source.location),
-            expected=f"one checkpoint on every rank, with {source.version}",
-            todo="Give each run a folder of its own.",
+            expected=f"the same checkpoint on every rank, with {source.version}",
+            todo="Use a separate folder for each run.",
         )
         if version_of(source.location) != source.version:
             raise replaced

@@ -125,7 +125,7 @@ def can_be_summarised_on_fakes(module: LightningModule, device: torch.device) ->
             summarize(module, max_depth=1)
             has_changed = bool(before.changed_names()) or python_rng() != generators
     except Exception:  # whatever it cannot do without values, it gets them, and fails again if it has to
-        _logger.debug("The model summary does not run without data", exc_info=True)
+        _logger.debug("The model summary does not run on tensors without data", exc_info=True)
         return False
     return not has_changed and not noted.happened
 

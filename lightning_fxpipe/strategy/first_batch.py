@@ -314,10 +314,10 @@ def _draw_seeds(count: int) -> None:
 def _cannot_begin_anew(loaders: list[Any], lasting: list[str]) -> UnsupportedError:
     data = [getattr(loader, "dataset", loader) for loader in loaders]
     return UnsupportedError(
-        "The first batch was looked at before the run, and its data cannot begin anew.",
+        "The first batch was read before the run, but its data stream cannot be restarted.",
         where=", ".join(type(each).__name__ for each in data),
-        observed=f"random numbers drawn or attributes set since then, and data that goes on ({', '.join(lasting)})",
-        expected="a stream whose first batch is the same before hooks have run",
-        todo="Give the stream a random generator of its own, draw random numbers in hooks after the first batch, or give "
-        "FxPipeStrategy(plan=...) a plan by lightning_fxpipe.make_plan: then no batch is looked at.",
+        observed=f"random numbers drawn or attributes set afterwards, and data that does not restart ({', '.join(lasting)})",
+        expected="a stream whose first batch is the same before and after hooks run",
+        todo="Use a separate random generator in the stream, draw random numbers in hooks after the first batch, or set "
+        "FxPipeStrategy(plan=...) to a plan from lightning_fxpipe.make_plan: then no batch is read in advance.",
     )

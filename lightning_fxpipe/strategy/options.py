@@ -61,7 +61,9 @@ else:
 
         PlanFile = extend_base_type("PlanFile", str, _check_plan, docstring="Path of a saved plan.")
         # Not ActionTable, too: of a class jsonargparse takes a file for a config, and reads it.
-        OwnTable = extend_base_type("OwnTable", str, _check_table, docstring="Name of a schedule, or path of a table (CSV).")
+        OwnTable = extend_base_type(
+            "OwnTable", str, _check_table, docstring="Name of a schedule, or path of a schedule table (CSV)."
+        )
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
 
 
@@ -96,7 +98,7 @@ def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any
         raise ValueError(f"FxPipeStrategy(balance={balance!r}): expected one of {', '.join(map(repr, balances))}")
     points, checkpointed, schedule = options.split_points, options.activation_checkpointing, options.schedule
     if isinstance(points, str) or not all(isinstance(point, str) for point in points):
-        raise ValueError(f"FxPipeStrategy(split_points={points!r}): expected a list of paths of modules")
+        raise ValueError(f"FxPipeStrategy(split_points={points!r}): expected a list of module paths")
     chosen = checkpointed if isinstance(checkpointed, (list, tuple, Set)) else [checkpointed]
     if not isinstance(checkpointed, bool) and not all(map(_is_module_choice, chosen)):
         raise ValueError(
@@ -112,25 +114,21 @@ def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any
     about_cuts = points or balance != "parameters" or options.stage_of or options.device_speeds
     if options.given is not None and (about_cuts or checkpointed is not False or options.device_memory_gib is not None):
         raise ValueError(
-            "FxPipeStrategy: the plan says where the cuts are, and which modules are checkpointed; leave split_points, "
-            "stage_of, balance, device_speeds, device_memory_gib and activation_checkpointing out"
+            "FxPipeStrategy: the plan determines the cuts and the checkpointed modules; omit split_points, stage_of, balance, "
+            "device_speeds, device_memory_gib and activation_checkpointing"
         )
     if points and balance == "auto":
-        raise ValueError(
-            'FxPipeStrategy: split_points say where all cuts are, and balance="auto" chooses them; leave one of the two out'
-        )
+        raise ValueError('FxPipeStrategy: split_points and balance="auto" both determine the cuts; omit one of the two')
     if points and (options.stage_of or options.device_speeds or options.device_memory_gib is not None):
-        raise ValueError(
-            "FxPipeStrategy: split_points say where all cuts are; leave stage_of, device_speeds and device_memory_gib out"
-        )
+        raise ValueError("FxPipeStrategy: split_points determine all cuts; omit stage_of, device_speeds and device_memory_gib")
     if start_method not in ("auto", "popen", "fork", "spawn"):
         raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")
     if not isinstance(options.shard_optimizer_state, bool):
         raise ValueError(f"FxPipeStrategy(shard_optimizer_state={options.shard_optimizer_state!r}): expected True or False")
     if loss != LossOptions() and schedule.name == "gpipe":
         warnings.warn(
-            'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the whole batch, '
-            "whatever it is.",
+            "loss_reduction and loss_weight apply only to 1F1B and have no effect here: this schedule computes the loss of "
+            "the whole batch.",
             stacklevel=3,
         )
 
@@ -147,13 +145,14 @@ def duration_of(name: str, value: float | timedelta) -> timedelta:
 def _check_devices(options: PlanOptions) -> None:
     stage_of, speeds, memory = options.stage_of, options.device_speeds, options.device_memory_gib
     if not isinstance(stage_of, Mapping) or not all(isinstance(stage, int) for stage in stage_of.values()):
-        raise ValueError(f"FxPipeStrategy(stage_of={stage_of!r}): expected a dict from paths of modules to stages")
+        raise ValueError(f"FxPipeStrategy(stage_of={stage_of!r}): expected a dict from module paths to stages")
     if isinstance(speeds, (str, int, float)) or not all(map(_is_positive, speeds)):
         raise ValueError(f"FxPipeStrategy(device_speeds={speeds!r}): expected a list of positive numbers")
     each = memory if isinstance(memory, (list, tuple)) else [memory]
     if memory not in (None, "auto") and not (each and all(map(_is_positive, each))):
         raise ValueError(
-            f"FxPipeStrategy(device_memory_gib={memory!r}): expected 'auto', a positive number or one for each device"
+            f"FxPipeStrategy(device_memory_gib={memory!r}): expected 'auto', a positive number or one positive number per "
+            "device"
         )
 
 

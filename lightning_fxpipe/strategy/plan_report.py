@@ -43,7 +43,7 @@ def report_plan(
         count = chosen.num_microbatches if chosen else default_num_microbatches(num_samples, placement.num_ranks)
     inform(f"\n{plan}\n{run_words(plan, name, count, placement.by_rank)}\n")
     if any(stage.skipping_bytes for stage in plan.stages) and not topology.can_skip:
-        inform("Between these devices, what is sent past stages is passed on by the stages on its way.\n")
+        inform("On these devices, tensors sent past stages are forwarded by the stages in between.\n")
     num_replicas = topology.num_ranks * topology.replicas.count // placement.num_ranks
     if num_replicas > 1:
         held = gradient_bytes(plan, module, placement)

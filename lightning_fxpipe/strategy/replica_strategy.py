@@ -48,7 +48,7 @@ class ReplicaStrategy(Base):
     def topology(self) -> Topology:
         """This rank's place in its pipeline, once processes have started."""
         if self._topology is None:
-            raise RuntimeError("The process groups are made in the strategy's setup_environment; they are not there before.")
+            raise RuntimeError("The process groups are not available before the strategy's setup_environment.")
         return self._topology
 
     @property

@@ -116,9 +116,9 @@ class PlanOptions:
         """
         if self.device_memory_gib == "auto" and not left:
             raise UnsupportedError(
-                "Nobody can say how much memory the devices have left.",
-                observed='device_memory_gib="auto", on devices whose system does not tell',
-                todo="Give device_memory_gib a number, or one for each device.",
+                "The free memory of the devices is unknown.",
+                observed='device_memory_gib="auto" on devices whose system does not report free memory',
+                todo="Set device_memory_gib to a number, or to one number per device.",
             )
         if self.device_memory_gib in (None, "auto"):
             return left
@@ -131,9 +131,9 @@ class PlanOptions:
         """
         if plan is None and self.given is not None and self.num_stages not in ("auto", self.given.num_stages):
             raise UnsupportedError(
-                "The given plan does not have as many stages as are asked for.",
-                observed=f"FxPipeStrategy(num_stages={self.num_stages}), and a plan with {self.given.num_stages}",
-                todo="Make the plan again with that number, or leave the option out.",
+                "The plan does not have the requested number of stages.",
+                observed=f"FxPipeStrategy(num_stages={self.num_stages}) and a plan with {self.given.num_stages} stages",
+                todo="Make a plan with that number of stages, or omit the option.",
             )
         plan = plan or self.given
         schedule, num_stages, stages_per_rank = self.schedule, self.num_stages, self.stages_per_rank
@@ -279,7 +279,9 @@ class _Trial:
                         planned = self._plan(attempt, found, for_training=kind is StepKind.TRAIN, is_first=False)
                         return Planned(plan=planned.plan)
                     except Exception as error:
-                        logger.debug("%s cannot be tried before the run: %s: %s", attempt.value, type(error).__name__, error)
+                        logger.debug(
+                            "%s failed in the trial before the run: %s: %s", attempt.value, type(error).__name__, error
+                        )
         raise _not_tried(kind, failure) from failure
 
     def _is_validation_of_fit(self, kind: StepKind) -> bool:
@@ -310,7 +312,7 @@ class _Trial:
         if options.balance != "auto" or kind is not StepKind.TRAIN or must_run_jointly(self.module):
             return None
         if torch.are_deterministic_algorithms_enabled():
-            inform('With Trainer(deterministic=True) nothing is chosen by a clock: balance="auto" is "flops".')
+            inform('With Trainer(deterministic=True), no choice depends on timings: balance="auto" is "flops".')
             rule = replace(self._rule(batch), balance="flops")
         elif options.schedule.table is not None:  # all that is left to choose is where to cut
             rule = replace(self._rule(batch), balance="seconds")
@@ -340,7 +342,7 @@ class _Trial:
         except NoModelCall:
             raise
         except (TraceError, PartitionError, UnsupportedError, ScheduleError) as error:
-            inform(f'balance="auto" can choose nothing for this step, and is "parameters": {error.what} {error.observed or ""}')
+            inform(f'balance="auto" falls back to "parameters" for this step: {error.what} {error.observed or ""}')
             return None
 
     def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool], rule: CutRule) -> Planned:
@@ -411,16 +413,16 @@ def check_compile(options: PlanOptions, plan: PartitionPlan, module: LightningMo
     reason = plan.joint_reason or must_run_jointly(module)
     if reason:
         raise UnsupportedError(
-            "The layers of a step that every rank runs are not compiled by the strategy.",
+            "compile=True does not support steps that run on every rank.",
             observed=reason,
-            expected="a step whose calls of the model are one region",
-            todo="Leave compile=True out, and call compile() on the layers in the module's constructor.",
+            expected="a step whose calls of the model form a single pipelined region",
+            todo="Omit compile=True, and call compile() on the layers in the module's constructor.",
         )
     if options.schedule.name == "auto" and plan.chosen is not None and SCHEDULES[plan.chosen.schedule].splits:
         raise UnsupportedError(
-            "The given plan was chosen for a schedule that splits backward passes, which a compiled module's cannot be.",
-            observed=f"the plan's {plan.chosen.schedule}, and FxPipeStrategy(compile=True)",
-            todo='Make the plan again with compile=True, set another schedule, such as "1f1b", or leave compile out.',
+            "The plan is for a schedule that splits backward passes, which compiled modules do not support.",
+            observed=f"the plan's schedule {plan.chosen.schedule} and FxPipeStrategy(compile=True)",
+            todo='Make the plan again with compile=True, set another schedule such as "1f1b", or omit compile.',
         )
 
 
@@ -439,7 +441,7 @@ def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
         with undo_after(module):
             counts = num_optimizers(module.configure_optimizers())
     except Exception:  # it may need what hooks make
-        logger.debug("configure_optimizers cannot be tried before the run", exc_info=True)
+        logger.debug("configure_optimizers failed in the trial before the run", exc_info=True)
         return []
 
     def stand_ins(count: int, kind: type[MadeUp]) -> Callable[..., Any]:
@@ -452,15 +454,16 @@ def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
 
 def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:
     if is_own_fault(failure):
-        what = f"lightning_fxpipe has failed by a fault of its own while it tried the {kind.value}."
+        what = f"Internal error of lightning_fxpipe in the trial of the {kind.value} before the run."
         return UnsupportedError(what, **own_fault_words(failure))
     return UnsupportedError(
-        f"The {kind.value} cannot be tried before the run, to see what of it is pipelined.",
+        f"The trial of the {kind.value} before the run failed, so it cannot be pipelined.",
         where=raising_source(failure),
         observed=error_words(failure),
-        expected="a step that runs up to its call of the model before hooks have run and optimizers are there",
-        todo="If one device gives the same error, mend that. Else make what the step reads in the constructor, setup or "
-        "configure_model, or give FxPipeStrategy(plan=...) a plan by lightning_fxpipe.make_plan.",
+        expected="a step that reaches its call of the model before hooks run and optimizers exist",
+        todo="If the same error occurs on one device, fix that first. Otherwise create the attributes that the step reads in "
+        "the constructor, setup or configure_model, or set FxPipeStrategy(plan=...) to a plan from "
+        "lightning_fxpipe.make_plan.",
     )
 
 

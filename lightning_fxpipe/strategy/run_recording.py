@@ -31,12 +31,13 @@ from lightning_fxpipe.simulation.timeline import Timeline
 _NOTHING = nullcontext()
 PAGE, TRACE = "index.html", "trace.json"
 _NOTES = (
-    "Below each measured step is what its schedule would take if each action took the median of its like and the rest no time.",
+    "Below each measured step is a simulation of its schedule in which each action takes the median time of its kind and "
+    "everything else takes no time.",
 )
 
 _FIRST_REPLICA = (
-    "These are the ranks of replica 0. An average of gradients begins with the wait for the other replicas; what it takes is "
-    "measured, not simulated."
+    "These are the ranks of replica 0. A gradient average includes the wait for the other replicas; its time is measured, not "
+    "simulated."
 )
 
 
@@ -92,11 +93,11 @@ class RunRecording:
         problem = of_last_stage(check_writable(self._options.folder) if topology.is_last else None, topology)
         if problem is not None:
             raise UnsupportedError(
-                "Nothing can be written where the run is to be recorded.",
+                "Cannot write the recording of the run.",
                 where=str(self._options.folder),
                 observed=problem,
-                expected="a folder that the process with the last stage, rank 0, can write or make",
-                todo="Give FxPipeStrategy(record=...) another folder.",
+                expected="a folder that rank 0, the process with the last stage, can create and write to",
+                todo="Set FxPipeStrategy(record=...) to another folder.",
             )
         self._trainer, self._topology, self._plan = trainer, topology, plan
         count = topology.replicas.count
@@ -135,8 +136,9 @@ class RunRecording:
         self._write()
         if ended_well and not self._is_written and self._topology is not None and self._topology.is_last:
             warn(
-                f"Nothing is recorded: the run had {self._num_steps} steps, and the first to be recorded is number "
-                f"{self._options.first_step}, counted from 0. Set FxPipeStrategy(record=Recording(folder, first_step=...))."
+                f"Nothing was recorded: the run had {self._num_steps} steps, but the first step to record is "
+                f"{self._options.first_step}, counted from 0. Set FxPipeStrategy(record=Recording(folder, first_step=...)) to "
+                "an earlier step."
             )
         self._trainer = self._topology = None
 

@@ -131,7 +131,7 @@ class Session:
             topology.replicas,
             lambda: self._members.parameters.values(),
             lambda: self._members.buffers.values(),
-            noted=lambda: recorder.during("average of gradients"),
+            noted=lambda: recorder.during("gradient average"),
         )
         self.replicated.begin()
         self._runtime = PipelineRuntime(
@@ -366,14 +366,17 @@ class Session:
         is_whole = self._topology.num_ranks == 1
         if not must and not is_whole and not has_room_for_copies(num_bytes, num_copies, self._topology):
             warn(
-                f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
-                "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
-                "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
+                f"The module stays sharded: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit in the free memory. "
+                "The same Trainer can continue with it; for any other use, load a checkpoint. Set "
+                "FxPipeStrategy(gather_after_run=True) to gather anyway, or False to silence this warning."
             )
             return
         if not is_whole:
             if unsent := self._submodules.share(self._topology.control_group):
-                warn(f"Other ranks cannot get what a module's forward has set on its stage's rank: {', '.join(unsent)}.")
+                warn(
+                    "Values that a module's forward sets on its stage's rank cannot be sent to other ranks: "
+                    f"{', '.join(unsent)}."
+                )
             return_memory()  # of activations, where there will be weights
             gather(self.module, self.plan, self._topology, self._dropped)
         self.module.cpu()

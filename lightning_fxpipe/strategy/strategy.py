@@ -77,7 +77,7 @@ class PipelineStrategy(ConfiguredStrategy):
     def session(self) -> Session:
         """The module in its pipeline, after setup."""
         if self._session is None:
-            raise RuntimeError("The module is split in the strategy's setup; nothing is there before.")
+            raise RuntimeError("The strategy is not set up yet: the module is split into stages in its setup.")
         return self._session
 
     @property

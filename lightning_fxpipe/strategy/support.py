@@ -45,9 +45,9 @@ def check_torch(num_processes: int, version: str = torch.__version__) -> None:
     """
     if num_processes > 1 and _is_before(version, (2, 13)):
         raise UnsupportedError(
-            "This version of torch cannot run a pipeline of several stages.",
+            "This version of torch does not support pipelines with several stages.",
             observed=f"torch {version} and {num_processes} devices",
-            expected="torch 2.13 or newer; before it, one device and plans only",
+            expected="torch 2.13 or newer; older versions support one device and plans only",
             todo="Run pip install 'torch>=2.13', or set Trainer(devices=1).",
         )
 
@@ -59,8 +59,8 @@ def check_order(schedule: Schedule, stages_per_rank: int, version: str = torch._
     """
     if stages_per_rank > 1 and schedule.alternates and _is_before(version, (2, 12)):
         raise UnsupportedError(
-            "This version of torch runs several stages on a device only where all microbatches come forward first.",
-            observed=f"torch {version}, the schedule {schedule.name!r} and {stages_per_rank} stages on each device",
+            "This version of torch supports several stages per device only in GPipe order.",
+            observed=f"torch {version}, the schedule {schedule.name!r} and {stages_per_rank} stages per device",
             expected="torch 2.12 or newer, or the schedules 'gpipe' and 'looped_bfs'",
             todo="Run pip install 'torch>=2.13', or set FxPipeStrategy(schedule=\"gpipe\").",
         )
@@ -87,11 +87,11 @@ def placement_for(
     table = schedule.table
     if table is not None and num_devices % table.num_ranks:
         raise UnsupportedError(
-            "The table of actions is made for another number of devices.",
+            "The schedule table is for a different number of devices.",
             where=schedule.name,
             observed=f"{table.num_ranks} lines and {num_devices} devices",
-            expected="a line for each device of a pipeline",
-            todo=f"Set Trainer(devices={table.num_ranks}), or a multiple of it, or make the table for {num_devices}.",
+            expected="one line per device of a pipeline",
+            todo=f"Set Trainer(devices={table.num_ranks}) or a multiple of it, or use a table for {num_devices} devices.",
         )
     if num_stages == "auto":
         count = schedule.stages_per_rank if stages_per_rank == "auto" else stages_per_rank
@@ -103,11 +103,11 @@ def placement_for(
             raise _not_placed(num_stages, stages_per_rank, num_devices)
     if schedule.is_fixed and count != schedule.stages_per_rank:
         raise UnsupportedError(
-            f"The schedule {schedule.name!r} is not made for so many stages on each device.",
+            f"The schedule {schedule.name!r} does not support this number of stages per device.",
             observed=f"{count * num_ranks} stages and {num_devices} devices",
-            expected=f"{schedule.stages_per_rank} on each device",
-            todo=f"Set num_stages={schedule.stages_per_rank * num_devices}, leave it out, or take another schedule "
-            "(a plan made for another number of stages must be made again).",
+            expected=f"{schedule.stages_per_rank} per device",
+            todo=f"Set num_stages={schedule.stages_per_rank * num_devices}, omit it, or use another schedule. A plan for a "
+            "different number of stages must be made again.",
         )
     return Placement(num_ranks=num_ranks, stages_per_rank=count, is_v=schedule.is_v)
 
@@ -126,17 +126,18 @@ def _stages_on_each(num_stages: int, num_devices: int, schedule: Schedule, wante
 def _not_placed(num_stages: int, stages_per_rank: int | str, num_devices: int) -> UnsupportedError:
     if isinstance(stages_per_rank, int):
         return UnsupportedError(
-            "num_stages and stages_per_rank do not agree.",
-            observed=f"num_stages={num_stages} and stages_per_rank={stages_per_rank}, on {num_devices} devices",
-            expected=f"num_stages={stages_per_rank * num_devices} with so many on each, or fewer for several replicas",
-            todo="Leave one of the two out; a given plan brings its own number of stages.",
+            "num_stages and stages_per_rank contradict each other.",
+            observed=f"num_stages={num_stages} and stages_per_rank={stages_per_rank} on {num_devices} devices",
+            expected=f"num_stages={stages_per_rank * num_devices} with that many stages per device, or fewer with several "
+            "replicas",
+            todo="Omit one of the two. A given plan determines the number of stages.",
         )
     return UnsupportedError(
-        "The stages cannot be shared out among the devices.",
+        "The stages cannot be distributed evenly over the devices.",
         observed=f"{num_stages} stages and {num_devices} devices",
-        expected="the same number of stages on each device, or a whole number of replicas with a device for each stage",
-        todo=f"Set Trainer(devices={num_stages}) or a multiple of it, or num_stages={num_devices}, or another multiple of the "
-        "devices (a plan made for another number of stages must be made again).",
+        expected="the same number of stages on each device, or a whole number of replicas with one device per stage",
+        todo=f"Set Trainer(devices={num_stages}) or a multiple of it, or set num_stages={num_devices} or a multiple of it. A "
+        "plan for a different number of stages must be made again.",
     )
 
 
@@ -144,9 +145,9 @@ def check_batch_dim(batch_dim: int, of_plan: int) -> None:
     """Raises :class:`UnsupportedError` where a given plan was made for another dimension; the default goes with any."""
     if batch_dim not in (0, of_plan):
         raise UnsupportedError(
-            "The plan was made for batches in another dimension of their tensors.",
-            observed=f"FxPipeStrategy(batch_dim={batch_dim}), and a plan with batch_dim={of_plan}",
-            todo="Make the plan again with that batch_dim, or leave the option out.",
+            "The plan was made for a different batch dimension.",
+            observed=f"FxPipeStrategy(batch_dim={batch_dim}) and a plan with batch_dim={of_plan}",
+            todo="Make the plan again with that batch_dim, or omit the option.",
         )
 
 
@@ -154,10 +155,10 @@ def check_has_batch(batch: Any) -> Any:
     """The batch; raises :class:`UnsupportedError` where there is none to trace the model with."""
     if batch is None:
         raise UnsupportedError(
-            "There is no batch to trace the model with.",
+            "No batch is available to trace the model.",
             observed="no dataloader is defined for this run",
-            expected="a dataloader, or a plan made before",
-            todo="Pass a dataloader, or FxPipeStrategy(plan=...).",
+            expected="a dataloader or an existing plan",
+            todo="Pass a dataloader, or set FxPipeStrategy(plan=...).",
         )
     return batch
 
@@ -169,14 +170,14 @@ def check_sampler(loader: Any, replicas: Replicas) -> None:
         count, index = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", replicas.index)
         if isinstance(count, int) and count > 1 and (count, index) != (replicas.count, replicas.index):
             raise UnsupportedError(
-                "A dataloader gives each process other samples, and the processes of a pipeline work on the same batch.",
+                "A dataloader yields different samples on each process, but the processes of a pipeline need the same batch.",
                 where=type(loader).__name__,
                 observed=f"a {type(sampler).__name__} with num_replicas={count} and rank={index}",
                 expected=f"a sampler for replica {replicas.index} of {replicas.count}"
                 if replicas.are_several
                 else "a sampler for one replica",
-                todo="Leave the sampler out, make it in train_dataloader (val_dataloader, ...), where it sees the replicas, or "
-                f"pass num_replicas={replicas.count} and rank={replicas.index}, the replica's.",
+                todo="Remove the sampler, create it in train_dataloader (val_dataloader, ...), where its defaults refer to "
+                f"replicas, or pass num_replicas={replicas.count} and rank={replicas.index} of this replica.",
             )
 
 
@@ -196,9 +197,9 @@ def check_one_root(trainer: Trainer, module: LightningModule) -> None:
     if strangers:
         other = "lightning" if expected == "pytorch_lightning" else "pytorch_lightning"
         raise UnsupportedError(
-            "The run mixes `lightning` and `pytorch_lightning`, whose classes are not the same.",
-            observed=f"a Trainer of {expected}, and {', '.join(strangers)} of {other}",
-            todo=f"Import all of them from one of the two. The strategy of {expected} is strategy='fxpipe'"
+            "The run mixes `lightning` and `pytorch_lightning`, whose classes are incompatible.",
+            observed=f"a Trainer of {expected} and {', '.join(strangers)} of {other}",
+            todo=f"Import all of them from one of the two packages. The strategy for {expected} is strategy='fxpipe'"
             + (", or lightning_fxpipe.pl.FxPipeStrategy." if expected == "pytorch_lightning" else ", or FxPipeStrategy."),
         )
 
@@ -209,7 +210,7 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     faults = [*_module_faults(module), *_trainer_faults(trainer), *_step_faults(trainer, module)]
     if faults:
         raise UnsupportedError(
-            "strategy='fxpipe' cannot run this.",
+            "strategy='fxpipe' does not support this configuration.",
             where=type(module).__name__,
             observed="; ".join(observed for observed, _ in faults),
             todo="; ".join(todo for _, todo in faults),
@@ -220,10 +221,10 @@ def check_converted(converted: nn.Module, module: nn.Module) -> nn.Module:
     """The module after its conversion by the precision plugin; raises :class:`UnsupportedError` if that made another one."""
     if converted is not module:
         raise UnsupportedError(
-            "The precision plugin replaces the LightningModule by another module.",
+            "The precision plugin replaces the LightningModule with another module.",
             where="convert_module",
             observed=f"a {type(converted).__name__}",
-            expected="the module itself, with other dtypes or other layers",
+            expected="the same module, with other dtypes or layers",
             todo="Convert the module in place.",
         )
     return module
@@ -237,17 +238,17 @@ def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> list[O
     """
     if not optimizers:
         raise UnsupportedError(
-            "There is no optimizer.",
+            "configure_optimizers returned no optimizer.",
             where="configure_optimizers",
             observed="an empty list",
-            todo="Return one, or None where the step trains nothing.",
+            todo="Return an optimizer, or None if the step trains nothing.",
         )
     coupled = [optimizer for optimizer in optimizers if num_stages > 1 and _is_coupled(optimizer)]
     for name in dict.fromkeys(type(optimizer).__name__ for optimizer in coupled):
         warn(
-            f"{name} needs all parameters together. So every rank steps it for the whole model: in each step the other stages' "
-            "parameters and gradients are brought to each rank, and what the optimizer keeps of them stays there. An optimizer "
-            "that treats each parameter by itself, such as AdamW, needs a stage's share only."
+            f"{name} needs all parameters at once, so every rank steps it for the whole model: each step gathers the other "
+            "stages' parameters and gradients on each rank, and every rank stores the full optimizer state. An optimizer that "
+            "treats each parameter separately, such as AdamW, needs only a stage's share."
         )
     return coupled
 
@@ -282,7 +283,10 @@ def stage_optimizers(
     if shards:
         whole = {id(one) for one in optimizers if id(one) in coupled or (topology.num_ranks == 1 and _is_coupled(one))}
         for name in dict.fromkeys(type(one).__name__ for one in optimizers if id(one) in whole):
-            warn(f"shard_optimizer_state=True has no effect on {name}, which needs all parameters: replicas keep all states.")
+            warn(
+                f"shard_optimizer_state=True has no effect for {name}: it needs all parameters at once, so every replica "
+                "keeps the full optimizer state."
+            )
     found = [
         StageOptimizer(
             module,
@@ -307,19 +311,19 @@ def _is_coupled(optimizer: Optimizer) -> bool:
         return couples_parameters(optimizer)
     except CannotTryError as error:
         raise UnsupportedError(
-            "It cannot be shown that the optimizer trains a stage as it would train it in the whole model.",
+            "The optimizer cannot be verified to train a stage the same way as within the whole model.",
             where="configure_optimizers",
-            observed=f"{type(optimizer).__name__} does not run on parameters of a trial: {error}",
-            expected="an optimizer that keeps what belongs to a parameter in optimizer.state[parameter], and holds no other"
-            " tensors or modules",
-            todo="Keep such tensors in optimizer.state; what averages weights can be a callback, such as EMAWeightAveraging; or"
-            " use another optimizer.",
+            observed=f"{type(optimizer).__name__} does not run on trial parameters: {error}",
+            expected="an optimizer that stores per-parameter tensors in optimizer.state[parameter], and holds no other "
+            "tensors or modules",
+            todo="Store such tensors in optimizer.state, average weights in a callback such as EMAWeightAveraging, or use "
+            "another optimizer.",
         ) from error
 
 
 def report_unsaved(path: object, rank: int) -> None:
     """Says that a checkpoint which is asked for after a failure is not written."""
-    print(f"[rank {rank}] no checkpoint saved to {path}: the run has failed", file=sys.stderr, flush=True)
+    print(f"[rank {rank}] no checkpoint saved to {path}, because the run failed", file=sys.stderr, flush=True)
 
 
 def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
@@ -329,7 +333,7 @@ def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
         one, several = f"{found[0]} (BatchNorm) normalises", f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise"
         warn(
             f"{several if len(found) > 1 else one} over one microbatch, not the whole batch, as with gradient accumulation; "
-            "running statistics are of the whole batch. To normalise as one device does, set "
+            "running statistics are those of the whole batch. To normalise as on one device, set "
             "FxPipeStrategy(num_microbatches=1)."
         )
 
@@ -341,27 +345,27 @@ def _module_faults(module: LightningModule) -> Iterator[Fault]:
     held = {name: metric for name, metric in held_metrics(module).items() if any(True for _ in metric.parameters())}
     if held:
         yield (
-            f"metrics with a model of their own ({', '.join(list(held)[:4])}), whose parameters would belong to no stage",
-            "give the metric a function that calls a model which the LightningModule does not hold, or compute it afterwards",
+            f"metrics that contain a model ({', '.join(list(held)[:4])}), whose parameters would belong to no stage",
+            "pass the metric a function that calls a model outside the LightningModule, or compute the metric after the run",
         )
     spread = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     if spread:
         yield (
-            f"parameters that are spread over devices already ({', '.join(spread[:4])})",
-            "leave fully_shard and parallelize_module out: stages have parts of the model, and with "
-            "shard_optimizer_state=True replicas share out the optimizer",
+            f"parameters that are already sharded over devices ({', '.join(spread[:4])})",
+            "remove fully_shard and parallelize_module: each stage holds a part of the model, and shard_optimizer_state=True "
+            "shards the optimizer state over replicas",
         )
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
         yield (
-            f"lazy layers without sizes ({', '.join(lazy[:4])})",
-            "run the model once under torch.no_grad() in configure_model or setup: the plan needs the sizes",
+            f"uninitialised lazy layers ({', '.join(lazy[:4])})",
+            "run the model once under torch.no_grad() in configure_model or setup: the plan needs their sizes",
         )
         return
     unusual = [f"{name}: {type(tensor).__name__}" for name, tensor in tensors if _has_own_storage(tensor)]
     if unusual:
         yield (
-            "parameters or buffers of tensor classes with a storage of their own, as quantised layers have "
+            "parameters or buffers of tensor subclasses with their own storage, as in quantised layers "
             f"({', '.join(unusual[:4])})",
             "quantise the model after training, or keep the quantised values in plain buffers that forward computes with",
         )
@@ -389,8 +393,8 @@ def _step_faults(trainer: Trainer, module: LightningModule) -> Iterator[Fault]:
     for name in _STEPS[trainer.state.fn or TrainerFn.FITTING]:
         if is_overridden(name, module, of_root(LightningModule, module)) and takes_loader(getattr(module, name)):
             yield (
-                f"{name}(dataloader_iter): each rank would take batches out of the iterator by itself",
-                f"let {name} take the batch, and the Trainer the loader",
+                f"{name}(dataloader_iter): each rank would draw batches from the iterator separately",
+                f"change {name} to accept the batch instead of the iterator",
             )
 
 
@@ -399,22 +403,22 @@ def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
     kind = type(plugin)
     if isinstance(plugin, (*in_all_roots(TransformerEnginePrecision), *in_all_roots(BitsandbytesPrecision))):
         yield (
-            f"{kind.__name__}, which replaces layers by ones that cannot be traced",
+            f"{kind.__name__}, which replaces layers with ones that cannot be traced",
             "use precision='bf16-mixed', 'bf16-true', '16-mixed', '32-true' or '64-true'",
         )
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and not isinstance(scaler, GradScaler):
-        yield f"a gradient scaler of type {type(scaler).__name__}", "use a torch.amp.GradScaler, or a subclass of it"
+        yield f"a gradient scaler of type {type(scaler).__name__}", "use torch.amp.GradScaler or a subclass"
     own = of_root(Precision, plugin)
     if kind.backward is not own.backward:
         yield (
-            f"{kind.__name__}.backward, which would never be called: the schedule runs backward inside the step",
+            f"{kind.__name__}.backward, which is never called, because the schedule runs backward inside the step",
             "scale the loss in the plugin's pre_backward instead",
         )
     if kind.clip_grad_by_norm is not own.clip_grad_by_norm and trainer.gradient_clip_val:
         yield (
-            f"{kind.__name__}.clip_grad_by_norm, which would see the gradients of one stage only",
-            "leave clipping by norm to the strategy, or clip by value",
+            f"{kind.__name__}.clip_grad_by_norm, which has access to the gradients of one stage only",
+            "let the strategy clip by norm, or clip by value",
         )
 
 
@@ -425,22 +429,25 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
     if type(trainer.strategy.checkpoint_io) not in in_all_roots(TorchCheckpointIO):
         yield (
             f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which would write the parts of all ranks to one file",
-            "leave the plugin out: every rank writes its part of a checkpoint folder itself",
+            "remove the plugin: every rank writes its part of a checkpoint folder itself",
         )
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
         if getattr(trainer.strategy, "num_processes", 1) > 1 and get_protocol(str(folder)) == "memory":
-            yield f"checkpoints in {folder}, in the memory of one process", "save to a path, file:// or an object store"
+            yield (
+                f"checkpoints in {folder}, in the memory of one process",
+                "save to a local path, a file:// URL or an object store",
+            )
     replicas = getattr(trainer.strategy, "replicas", Replicas())
     if syncs_batch_norm(trainer) and replicas.are_several:
         yield (
-            "sync_batchnorm, with which each microbatch would wait for those of the other replicas",
-            "leave it out: BatchNorm then normalises over a microbatch of its replica",
+            "sync_batchnorm, which would synchronise each microbatch with the other replicas",
+            "disable it: BatchNorm then normalises over a microbatch of its replica",
         )
     if validates_by_time(trainer):
         yield (
-            "val_check_interval as a time, at which each rank would look on its own clock",
-            "set val_check_interval to a number of batches or a share of the epoch",
+            "val_check_interval as a time, which each rank would measure with its own clock",
+            "set val_check_interval to a number of batches or a fraction of the epoch",
         )
     for callback in getattr(trainer, "callbacks", ()):
         for kind, (reason, todo) in _REFUSED_CALLBACKS.items():
@@ -450,15 +457,15 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
 
 _REFUSED_CALLBACKS: dict[type, Fault] = {
     StochasticWeightAveraging: (
-        "which keeps a whole copy of the model in its own part of the checkpoint",
+        "which stores a full copy of the model in its part of the checkpoint",
         "use WeightAveraging or EMAWeightAveraging, or average checkpoints afterwards",
     ),
     BatchSizeFinder: (
-        "which tries sizes until one rank has no memory left, and then the others cannot go on",
+        "which increases the batch size until one rank runs out of memory, after which the others cannot continue",
         "choose the batch size by hand",
     ),
     ModelPruning: (
-        "which replaces parameters by others while the model is in stages",
+        "which replaces parameters while the model is split into stages",
         "prune the model on one device before or after training",
     ),
 }

@@ -56,7 +56,7 @@ class CallsAside:
         """
         held = (tensor for child in module.modules() for tensor in attribute_tensors(child))
         if self._memory and not self._memory.isdisjoint(_memory_of(held)):
-            raise RecordError(f"the step changes a tensor of {path or 'the module'} before it calls it")
+            raise RecordError(f"the step changes a tensor of {path or 'the module'} before calling it")
 
     def erase(self, graph: fx.Graph) -> None:
         """Takes them out of the graph.
@@ -67,7 +67,7 @@ class CallsAside:
         for node in reversed(self._nodes):
             if node.users:
                 source = node.meta.get("source") or "some code"
-                raise RecordError(f"{source} changes a tensor between two calls of the model, and the later one uses it")
+                raise RecordError(f"{source} changes a tensor between two calls of the model, and the later call uses it")
             graph.erase_node(node)
 
 

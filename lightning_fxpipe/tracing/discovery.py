@@ -49,7 +49,7 @@ from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.placement import device_of
 from lightning_fxpipe.user_code.step_code import locals_up_to, may_differ_between_batches
 
-_LOOKS = "looks at values of tensors, which may decide what is called after it"
+_LOOKS = "reads values of tensors, which may determine the later calls"
 _logger = logging.getLogger("lightning_fxpipe")
 _CONTAINERS = (list, tuple, dict)
 # A step that calls the model for none of so many batches is taken to have none.
@@ -101,7 +101,7 @@ def regions(
         discovery = _discover(whole, device)
     because, users = discovery.ends_because(), discovery.users
     if because:
-        _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
+        _logger.debug("%s: calls of the model after the pipelined ones cannot be detected: %s", step_name(step), because)
     if len(users) > 1 or users and (discovery.leaves_something_behind() or not (needs_model or discovery.calls_model)):
         return chain([discovery.region()], _smaller(whole, frozenset(), device))
     is_region = holds_any if users else fallback
@@ -175,7 +175,7 @@ def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Lea
         except (ParameterMisuse, InputGradient, OwnGradient):
             raise
         except (Exception, MustStayWhole, RecordError) as error:
-            _logger.debug("%s does not run to its end without data", step_name(step), exc_info=error)
+            _logger.debug("%s does not complete on tensors without data", step_name(step), exc_info=error)
             discovery.note_end(error, raising_source(error))
         if discovery.misuse is not None:
             raise discovery.misuse
@@ -197,7 +197,7 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
         with discovery.pause():
             run_step(root, step, example, say_nothing)
     except (Exception, RecordError):
-        _logger.debug("%s does not run a second time without data", step_name(step), exc_info=True)
+        _logger.debug("%s does not run a second time on tensors without data", step_name(step), exc_info=True)
         return set()
     unset = {side for side in left if side[0] in discovery.called}
     return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
@@ -205,11 +205,11 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
 
 def _hiding_error(step: StepCall, error: HiddenTensor) -> TraceError:
     return TraceError(
-        f"{step_name(step)} uses a tensor that the model has left somewhere during its call.",
+        f"{step_name(step)} uses a tensor that the model stored outside its results during its call.",
         where=error.source,
         observed="a tensor that is neither a result of the call nor an attribute of a module",
-        expected="results, or attributes that the model's forward sets",
-        todo="Return the tensor from the model's forward, or keep it as an attribute of the module that computes it.",
+        expected="only results, or attributes that the model's forward sets",
+        todo="Return the tensor from the model's forward, or store it as an attribute of the module that computes it.",
     )
 
 
@@ -313,7 +313,7 @@ class _Discovery(SpanRecorder):
         """The step has not come to its end."""
         reason = error.reason if isinstance(error, (RecordError, MustStayWhole)) else error_words(error)
         self._has_failed = reason.startswith(f"{type(error).__name__}:")
-        self._end = f"{source or 'some code'} cannot be tried without data ({reason})"
+        self._end = f"{source or 'some code'} cannot run on tensors without data ({reason})"
 
     def ends_because(self) -> str:
         """Why no later calls are known that use parameters; empty where all of the step's calls are."""
@@ -350,7 +350,7 @@ class _Discovery(SpanRecorder):
             raise
         except RecordError as error:
             if self.users:
-                self._note_look(f"ends what is pipelined ({error.reason})")
+                self._note_look(f"ends the pipelined region ({error.reason})")
             with self.pause():
                 result = execute()
             for tensor in Template.of(result).tensors:
@@ -413,7 +413,7 @@ class _Discovery(SpanRecorder):
     def _check_not_hidden(self, tensor: Tensor) -> None:
         """Raises :class:`HiddenTensor` for what comes from inside of a call and is no result of it, as what a hook has kept."""
         if self.key_of(tensor) is None and (id(tensor) in self._nodes or self.state_reads.is_made_inside(tensor)):
-            raise HiddenTensor("a tensor is used that comes from inside of a call, and is no result of it")
+            raise HiddenTensor("it uses a tensor that was computed inside a call and not returned by it")
 
     def leaves_something_behind(self) -> bool:
         """Whether a call that uses parameters leaves more than its result, and than what is set once and for all."""
@@ -434,7 +434,7 @@ class _Discovery(SpanRecorder):
         try:
             tensors = Template.of(value).tensors
         except Exception:  # an object that cannot be taken apart
-            _logger.debug("Tensors in a %s are not looked for", type(value).__name__, exc_info=True)
+            _logger.debug("Tensors in a %s are not searched for", type(value).__name__, exc_info=True)
             return []
         return [key for key in map(self.key_of, tensors) if key is not None]
 

@@ -82,7 +82,7 @@ class Examples:
         nodes = _read_for(node)
         for other in nodes:
             if draws(other) or other.op == "placeholder" or size_symbols((other.args, other.kwargs)):
-                raise NoExample(f"{other.name} is no constant")
+                raise NoExample(f"{other.name} is not a constant")
         known: dict[fx.Node, Any] = {}
         with outside_fakes(), torch.no_grad():
             for other in node.graph.nodes:
@@ -109,7 +109,7 @@ class Examples:
         storages = {storage_key(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), Tensor)}
         for other in node.graph.nodes:
             if storages & other.meta.get("mutated_storages", set()):
-                raise NoExample(f"{node_words(other)} changes something in place")
+                raise NoExample(f"{node_words(other)} changes a value in place")
         order = {other: index for index, other in enumerate(node.graph.nodes)}
         with outside_fakes(), torch.no_grad(), isolated_rng():
             torch.seed()  # so that several draws differ
@@ -122,7 +122,7 @@ class Examples:
         if "draw" in node.meta:
             return None  # nothing is drawn ahead here
         if node.op == "placeholder" and str(node.target) not in self._inputs:
-            raise NoExample(f"{node_words(node)} was computed before")
+            raise NoExample(f"{node_words(node)} was computed earlier")
         if node.op == "placeholder":
             return self._inputs[str(node.target)].detach().clone()
         if node.op == "get_attr" and str(node.target) in self._constants:

@@ -101,7 +101,7 @@ class GraphWriter:
     def _refill(self, template: Template, sent: Sequence[int], count: int) -> tuple[fx.Node, list[fx.Node]]:
         """Nodes of a list of ``count`` objects made anew, and of each of them."""
         if any(isinstance(held, nn.Module) and any(True for _ in held.parameters()) for held in template.structure.references):
-            raise RecordError("a module with parameters is an argument of another one")
+            raise RecordError("a module with parameters is an argument of another module")
         tensors = [self.argument(template.tensors[index]) for index in sent]
         sizes = [self.argument(size) for size in template.sizes]
         node = self._call_here(refill(template.structure, sent), (tensors, sizes))
@@ -181,7 +181,7 @@ class GraphWriter:
             HiddenTensor: It is no constant.
         """
         if isinstance(tensor, FakeTensor):
-            raise HiddenTensor("a tensor computed out of the recorder's sight is used, such as a cached value")
+            raise HiddenTensor("it uses a tensor that was not computed during tracing, such as a cached value")
         name = self._constant_name(tensor)
         self.constants[name] = tensor
         return name

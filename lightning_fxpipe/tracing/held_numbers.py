@@ -107,7 +107,7 @@ class CallArgument:
     position: int
 
     def __str__(self) -> str:
-        return f"a number that the step hands to {self.name}"
+        return f"a number that the step passes to {self.name}"
 
 
 def is_number(value: Any) -> bool:

@@ -125,7 +125,7 @@ class InnerCalls:
         if not isinstance(tensor, FakeTensor):
             paths = {path for path, result in self._made_up for made in _tensors(result) if made is tensor}
             if paths and paths <= learned.probed_inside:
-                raise HiddenTensor("it has left a module that looks at tensor values by another way than its result")
+                raise HiddenTensor("a module that reads tensor values exposes it other than through its result")
             return self._probe_inside(learned) if paths else None
         for run in self._runs:
             for (inside, number), result in run.results.items():
@@ -174,8 +174,8 @@ def taking(module: nn.Module, places: Sequence[InnerPlace]) -> Iterator[list[Ten
             found.append(_tensors(run.results[inside, number])[index])
         except LookupError:
             raise UnsupportedError(
-                f"{type(module).__name__} makes other calls inside than when it was recorded.",
+                f"{type(module).__name__} makes different inner calls than when it was traced.",
                 observed=f"{run.counts[inside]} calls of {inside}",
-                expected=f"at least {number + 1}, whose result code outside uses",
-                todo="Make the same calls for every batch, or return the value from the module itself.",
+                expected=f"at least {number + 1}, whose result is used outside the module",
+                todo="Make the same calls for every batch, or return the value from the module.",
             ) from None

@@ -24,12 +24,13 @@ class InputGradient(UnsupportedError):
 def input_gradient(where: str | None = None) -> InputGradient:
     """The refusal; ``where`` is by default the user's code that runs now."""
     return InputGradient(
-        "The step needs the gradient of the model's inputs, as a gradient penalty (WGAN-GP, R1) or adversarial training does.",
+        "The step needs the gradient with respect to the model's inputs, as in a gradient penalty (WGAN-GP, R1) or "
+        "adversarial training.",
         where=where or user_source(),
-        observed="inputs of the pipelined call that require a gradient though no parameter goes into them",
-        expected="a loss that needs the gradients of parameters only",
-        todo="Train this module on one device or with DDP, or use what needs no gradient of the input, such as spectral "
-        "normalisation. If the gradient is not used, leave out requires_grad_() or detach the input.",
+        observed="inputs of the pipelined call that require a gradient although they do not depend on parameters",
+        expected="a loss that needs only the gradients of parameters",
+        todo="Train this module on one device or with DDP, or use a method without input gradients, such as spectral "
+        "normalisation. If the gradient is unused, remove requires_grad_() or detach the input.",
     )
 
 
@@ -40,18 +41,18 @@ class OwnGradient(UnsupportedError):
 def own_gradient() -> OwnGradient:
     """The refusal, of the user's code that runs now."""
     return OwnGradient(
-        "The step computes gradients by itself, of what the stages compute together.",
+        "The step itself computes gradients through several stages.",
         where=user_source(),
-        observed="torch.autograd.grad or backward() that goes through calls with parameters",
-        expected="a loss, whose backward pass Lightning calls after the step",
-        todo="Differentiate by the model's results only, or return the loss and use what gradients it gave in a hook.",
+        observed="torch.autograd.grad or backward() through calls with parameters",
+        expected="a loss whose backward pass Lightning runs after the step",
+        todo="Differentiate with respect to the model's results only, or return the loss and use its gradients in a hook.",
     )
 
 
 class DifferentiatesMicrobatch(NeedsWholeBatch):
     """A step differentiates by itself where it runs for each microbatch."""
 
-    does = "computes gradients by itself"
+    does = "computes gradients itself"
 
 
 def check_may_differentiate() -> None:
@@ -62,11 +63,11 @@ def check_may_differentiate() -> None:
     """
     if is_for_microbatch():
         raise DifferentiatesMicrobatch(
-            "The step computes gradients by itself, and with this schedule it runs for each microbatch.",
+            "The step itself computes gradients, but this schedule runs the step once per microbatch.",
             where=user_source(),
             observed="torch.autograd.grad or backward()",
-            expected="a loss, whose backward pass Lightning calls after the step",
-            todo='Set FxPipeStrategy(schedule="gpipe"), with which the step runs once for each batch.',
+            expected="a loss whose backward pass Lightning runs after the step",
+            todo='Set FxPipeStrategy(schedule="gpipe"), which runs the step once per batch.',
         )
 
 
@@ -93,8 +94,8 @@ def depends_on_parameters(tensors: Iterable[Tensor], root: nn.Module) -> bool:
 def no_second_derivative() -> UnsupportedError:
     """The refusal of a derivative of gradients, at the moment when autograd would compute it."""
     return UnsupportedError(
-        "A gradient of the pipelined calls is to be differentiated again.",
+        "The step differentiates a gradient of the pipelined calls again.",
         observed="autograd.grad or backward with create_graph=True, as in a gradient penalty",
-        expected="first derivatives: the backward pass of the stages leaves no graph",
-        todo="Leave the penalty out, estimate it by finite differences, or train on one device.",
+        expected="first derivatives: the backward pass of the stages does not create a graph",
+        todo="Remove the penalty, estimate it by finite differences, or train on one device.",
     )

@@ -242,7 +242,7 @@ def _share_stage(key: _Key, writer: Call, other: Call) -> None:
     owner = writer if key[0] in writer.paths else other
     name, line = f"{owner.path}.{owner.name(key)}".lstrip("."), writer.writes[key]
     uses = attribute_uses(type(owner.modules[key[0]]), key[1]) or (line and f"set at {line}")
-    why = f"a call of {writer.path or 'the module'} sets {name} for another one" + (f", {uses}" if uses else "")
+    why = f"a call of {writer.path or 'the module'} sets {name} for another call" + (f", {uses}" if uses else "")
     memory = -1 - key[0]
     for call in (writer, other):
         assert call.node is not None

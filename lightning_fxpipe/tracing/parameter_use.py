@@ -31,8 +31,8 @@ _WRITING = _GIVING_MEMORY | NORMALISATIONS.keys()
 _KEEPING = frozenset({Tensor.requires_grad_, Tensor.share_memory_, Tensor.detach_})
 
 _TODO = (
-    "Do it in a hook, which runs once for the batch and sees the whole model: on_train_batch_end, on_before_zero_grad or "
-    "on_after_backward."
+    "Move this to a hook, which runs once per batch with access to the whole model: on_train_batch_end, on_before_zero_grad "
+    "or on_after_backward."
 )
 
 
@@ -75,18 +75,28 @@ def check_call(
 def _check_attribute(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     parameter = args[0]
     if func in (_GET_GRADIENT, _SET_GRADIENT):
-        raise _misuse("The step looks at the gradient of a parameter.", root, parameter, "gradients are used after the step")
+        raise _misuse(
+            "The step reads or sets the gradient of a parameter.",
+            root,
+            parameter,
+            "gradients that are used only after the step",
+        )
     if func == _SET_DATA:
         raise _changes(root, parameter)
     if func in (_SET_REQUIRES, Tensor.requires_grad_):
         wished = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if bool(wished) != parameter.requires_grad:
-            raise _misuse("The step freezes or thaws a parameter.", root, parameter, "parameters that train in the whole step")
+            raise _misuse(
+                "The step freezes or unfreezes a parameter.",
+                root,
+                parameter,
+                "parameters whose requires_grad is constant during the step",
+            )
 
 
 def _check_is_here(root: nn.Module, tensor: Tensor) -> None:
     if tensor.is_meta and not isinstance(tensor, FakeTensor):
-        what = "The step uses a parameter, outside of the model's call, that another rank holds."
+        what = "The step uses another rank's parameter outside the model's call."
         raise _misuse(what, root, tensor, "the parameters of this rank's stage")
 
 
@@ -159,9 +169,9 @@ def check_none_exchanged(before: Mapping[str, nn.Parameter], after: Mapping[str,
 
 def _exchanges(fqn: str) -> ParameterMisuse:
     return ParameterMisuse(
-        "The step makes, replaces or removes a parameter.",
+        "The step creates, replaces or removes a parameter.",
         observed=fqn,
-        expected="the parameters from before the step",
+        expected="the same parameters as before the step",
         todo=_TODO,
     )
 
@@ -169,8 +179,8 @@ def _exchanges(fqn: str) -> ParameterMisuse:
 def _changes_by_itself(fqn: str) -> ParameterMisuse:
     return ParameterMisuse(
         "The step changes a parameter.",
-        observed=f"{fqn} has other memory",
-        expected="the parameters from before the step",
+        observed=f"{fqn} has different memory",
+        expected="the same parameters as before the step",
         todo=_TODO,
     )
 

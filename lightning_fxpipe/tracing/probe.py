@@ -70,15 +70,15 @@ class Probe:
             except Exception as error:
                 failure = error
         else:
-            raise ProbeFailed(f"on made-up data ({error_words(failure)})") from failure
+            raise ProbeFailed(f"on dummy data ({error_words(failure)})") from failure
         again = self._run({}, seed=2, filler=filler)
         try:
             other = self._run({}, seed=2, filler=filler, altered=True)
         except Exception:  # it accepts the example's integers only
-            _logger.debug("%s was tried with the example's integers only", type(self.module).__name__, exc_info=True)
+            _logger.debug("%s ran only with the integers of the example", type(self.module).__name__, exc_info=True)
             other = again
         if any(run.structure != first.structure for run in (again, other)):
-            raise ProbeFailed("what it returns depends on data")
+            raise ProbeFailed("the structure of its result depends on data")
         runs = [first, again, other]
         symbols = self._symbols()
         changes = self._changes(first, symbols, filler)
@@ -113,7 +113,7 @@ class Probe:
                 continue
             shapes.append([tensor.shape for tensor in run.tensors])
         if any(other != shapes[0] for other in shapes):
-            raise ProbeFailed("the shapes of what it returns depend on numbers")
+            raise ProbeFailed("the shapes of its result depend on numbers")
         return result
 
     def _changes(self, first: _Run, symbols: Mapping[Any, Any], filler: int) -> list[_Change]:
@@ -127,7 +127,7 @@ class Probe:
                     found.append(_Change(symbol, value, shapes))
         except Exception as error:
             if len(symbols) > 1:
-                raise ProbeFailed("it does not run at other sizes") from error
+                raise ProbeFailed("it does not run with other sizes") from error
             # What has the size of the batch is taken to follow it.
             found = [
                 _Change(symbol, hint + 1, [tuple(n + 1 if n == hint else n for n in tensor.shape) for tensor in first.tensors])
@@ -203,7 +203,7 @@ def _concrete(size: Any, sizes: Mapping[Any, int]) -> int:
     if isinstance(expression, int):
         return expression
     if depends_on_data(size) or not isinstance(size, torch.SymInt):
-        raise ValueError(f"{size} depends on data, or is no integer")
+        raise ValueError(f"{size} depends on data or is not an integer")
     return int(expression.subs({**symbol_hints(size), **sizes}))
 
 
@@ -238,6 +238,6 @@ def _size_of(before: int, changes: Sequence[tuple[Any, int, int]], symbols: Mapp
     for symbol, hint in followed.items():
         grown = [(value, after) for changed, value, after in changes if changed == symbol]
         if rest or any(after * hint != before * value for value, after in grown):
-            raise ProbeFailed(f"a size of its results, {before} and then {grown[0][1]}, is no multiple of an input's")
+            raise ProbeFailed(f"a size of its results, {before} and then {grown[0][1]}, is not a multiple of an input's size")
         size = size * symbols[symbol]
     return size

@@ -137,7 +137,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         elif func in _FACTORIES:
             args = tuple(tree_map(self._bind, args))
         if func is torch.autograd.grad:
-            raise RecordError("torch.autograd.grad differentiates what several stages compute")
+            raise RecordError("torch.autograd.grad differentiates through several stages")
         longest = self._bind(self._record_function(torch.max, args[1:2], {})) if func is PACK_PADDED else None
         operation, target, extra = target_of(func)
         touched = list(tensors_among((args, kwargs)))
@@ -149,9 +149,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
         leaves = tree_leaves(result)
         if not mutated and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if any(isinstance(leaf, SYMBOLIC_TYPES) and depends_on_data(leaf) for leaf in leaves):
-                raise RecordError(f"{target} takes a number out of a tensor")
+                raise RecordError(f"{target} reads a number from a tensor")
             if touched and (not leaves or not all(isinstance(leaf, (*PLAIN_TYPES, *SYMBOLIC_TYPES)) for leaf in leaves)):
-                raise RecordError(f"{target} has an effect that a graph cannot hold")
+                raise RecordError(f"{target} has a side effect that a graph cannot represent")
             return result
         ahead: tuple[fx.Node, ...] = ()
         if can_be_drawn_ahead(func) and isinstance(result, Tensor) and "out" not in kwargs:
@@ -416,14 +416,14 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _look(self, func: Callable[..., Any], tensor: Tensor) -> Any:
         """Answers code that looks at a value as in the traced call; a call with another answer gets a trace of its own."""
         if len(self._module_stack) > 1 and not (self._settings.answers_looks or self.looks.may_branch(func)):
-            raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
+            raise RecordError("its Python reads values that depend on the inputs")  # and it can stay whole
         try:
             with self.pause():
                 return self.looks.answer(func, self._tensor_argument(tensor), self._examples)
         except NoExample as error:
             if func is Tensor.__bool__:
                 return self._decide(tensor)
-            raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
+            raise RecordError(f"its Python reads a value that is not known in advance: {error}") from error
 
     def _with_numbers(self, value: Any) -> Any:
         """An index with a number in place of each tensor that bounds a slice."""
@@ -444,7 +444,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         """
         node = self._nodes.get(id(tensor))
         if node is None:
-            raise NoExample("it is no result of a recorded call")
+            raise NoExample("it is not a result of a traced call")
         value: Tensor = self._examples.constant(node)
         return value
 
@@ -454,9 +454,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
             with self.pause():
                 outcomes = self._examples.outcomes(node := self._tensor_argument(tensor))
         except NoExample as error:
-            raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
+            raise RecordError(f"its Python reads a value that is not known in advance: {error}") from error
         if len(outcomes) > 1:
-            raise RecordError("its Python takes a path at random")
+            raise RecordError("its Python chooses a path at random")
         (expected,) = outcomes
         self._call_here(same_answer(expected, user_source()), (node,)).meta["checks"] = True
         return expected

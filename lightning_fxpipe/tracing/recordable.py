@@ -176,7 +176,7 @@ class RegionCall(Recordable):
         result = module.forward(*args, **kwargs)
         # What the forward puts into its arguments would be missing in them when the stages run.
         if any(id(tensor) not in known for tensor in Template.of(example, shared=lasting).tensors):
-            raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
+            raise RecordError("it stores a tensor in one of its arguments, from which later code may read it")
         return result
 
     def choose_results(self, num_results: int) -> tuple[int, ...]:
@@ -229,10 +229,10 @@ def taken_apart(call: Recordable, lasting: Mapping[int, Any]) -> Template:
         return Template.of(call.example(), shared=lasting)
     except NotFillable as error:
         raise TraceError(
-            f"The call of {call.label} has an argument that cannot be recorded.",
+            f"The call of {call.label} has an argument that cannot be traced.",
             observed=str(error),
             expected="tensors in containers or objects",
-            todo="Pass the tensors as arguments of their own.",
+            todo="Pass the tensors as separate arguments.",
         ) from error
 
 

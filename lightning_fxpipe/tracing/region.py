@@ -171,11 +171,11 @@ def find_region(
         raise input_gradient(_source(step.function))
     if trained:
         raise UnsupportedError(
-            f"The step trains something before it calls {region.path or 'the module'}.",
+            f"The step uses trainable parameters before it calls {region.path or 'the module'}.",
             where=getattr(step.function, "__qualname__", None),
             observed="an input of the pipelined call requires a gradient",
             expected="inputs that depend on no parameter",
-            todo="Move what comes before into the forward of the module that the step calls.",
+            todo="Move the earlier code into the forward of the module that the step calls.",
         )
     return region
 
@@ -289,10 +289,10 @@ def no_model_called(root: nn.Module) -> Iterator[None]:
         nonlocal refused
         if any(parameter.is_meta for parameter in module.parameters()):
             refused = UnsupportedError(
-                "The step calls the model for some batches or microbatches only.",
+                "The step calls the model only for some batches or microbatches.",
                 where=user_source(),
-                observed=f"a call of {type(module).__name__}, where the step has returned before it until now",
-                expected="a choice that follows from the batch's shapes, its constants and plain attributes",
+                observed=f"a call of {type(module).__name__}, although the step returned without it before",
+                expected="a choice that depends only on the batch's shapes, its constants and plain attributes",
                 todo="Call the model for every batch, or set num_microbatches=1.",
             )
             raise refused

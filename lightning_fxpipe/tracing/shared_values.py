@@ -163,11 +163,11 @@ class SharedValues:
     def _refusal(self, place: Path, known: _Known, label: str) -> FxPipeError:
         writers = self._writers.get(place, {_AROUND})
         return FxPipeError(
-            f"Modules leave a number for others in an object that is theirs together: {written_place(place)}.",
+            f"Modules exchange a number through a shared object: {written_place(place)}.",
             where=label,
-            observed=f"changed by {_listed(writers)}; known to {_listed(known.by(place) - writers or writers)}",
-            expected="arguments and results: in another stage the object is another one, which stays what it is",
-            todo="Return the number from the forward that computes it, and give it to others as an argument.",
+            observed=f"changed by {_listed(writers)}; accessible to {_listed(known.by(place) - writers or writers)}",
+            expected="arguments and results: another stage has a separate copy of the object, which does not change",
+            todo="Return the number from the forward that computes it, and pass it to the other modules as an argument.",
         )
 
     def _given(self) -> dict[Path, Difference]:

@@ -154,7 +154,7 @@ class StateReads:
         paths = {*read.to_open} - self._learned.opened - self._learned.kept_whole.keys()
         if not paths:
             maker = read.maker or "the code that calls it"
-            error = RecordError(f"{read.reader} uses a tensor that {maker} has left for it, and that no argument brings")
+            error = RecordError(f"{read.reader} uses a tensor that {maker} stored for it instead of passing it as an argument")
             error.source = read.source
             raise error
         self._lessons.append(partial(self._learned.open, paths))
@@ -162,11 +162,11 @@ class StateReads:
 
 def _in_a_container(reader: str, maker: str | None) -> UnsupportedError:
     return UnsupportedError(
-        "Modules pass tensors on in a list, a dict or another object.",
+        "Modules exchange tensors through a list, a dict or another object.",
         where=f"{reader}, {user_source() or 'source unknown'}",
-        observed=f"a tensor of {maker or 'the code that calls it'}, which is no argument and no attribute of a module",
-        expected="arguments and results: in another stage the object is another one",
-        todo="Return the tensor, and give it to the module that uses it as an argument.",
+        observed=f"a tensor of {maker or 'the code that calls it'}, which is neither an argument nor an attribute of a module",
+        expected="arguments and results: another stage has a separate copy of the object",
+        todo="Return the tensor, and pass it to the module that uses it as an argument.",
     )
 
 
@@ -186,9 +186,9 @@ def check_values_read(root: nn.Module, read: Iterable[GuardKey], left: Collectio
     if names:
         path, _, name = names[0].rpartition(".")
         raise FxPipeError(
-            f"{label} reads what the forward of a submodule sets: {', '.join(names)}.",
+            f"{label} reads values that the forward of a submodule sets: {', '.join(names)}.",
             where=attribute_uses(type(root.get_submodule(path)), name),
-            observed="a number, or a tensor changed in place: it stays what it was on ranks that do not run that submodule",
-            expected="new tensors, which are handed over, or values that the forward does not change",
-            todo="Return it from the forward, or set it to a new tensor there.",
+            observed="a number, or a tensor changed in place, which is not updated on ranks that do not run the submodule",
+            expected="new tensors, which are sent between ranks, or values that the forward does not change",
+            todo="Return the value from the forward, or set it to a new tensor there.",
         )

@@ -88,10 +88,10 @@ def _is_of_results(tensor: Tensor) -> bool:
 
 def _named(kind: type, name: str, where: str) -> UnsupportedError:
     return UnsupportedError(
-        f"Code uses what inputs of the model have from the class {kind.__name__}.",
+        f"Code in the model uses members of its inputs' tensor class {kind.__name__}.",
         where=where,
         observed=f"the name {name!r}; stages compute with plain tensors",
         expected=f"a model that computes with torch.Tensor; the step may use attributes of {kind.__name__} in its batch",
-        todo=f"Pass the model what it needs of {kind.__name__} as arguments of their own, and make the input plain by "
+        todo=f"Pass the values that the model needs from {kind.__name__} as separate arguments, and convert the input with "
         ".as_subclass(torch.Tensor), for example in on_before_batch_transfer.",
     )

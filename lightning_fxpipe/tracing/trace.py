@@ -215,10 +215,10 @@ class TracedRegion:
             return
         failed = [*map(name_of_guard, self.failed_guards()), *(str(place) for place in self.numbers.places.values())]
         raise UnsupportedError(
-            f"The {what} sets what the model reads to something that was not expected for this batch.",
+            f"The {what} sets an attribute that the model reads to an unexpected value for this batch.",
             where=self.signature.label,
             observed=f"another value of {', '.join(failed)}" if failed else "a tensor of another kind on a module",
-            expected="values that follow from the batch, attributes of modules, global variables and the Trainer's counters",
+            expected="values that depend on the batch, attributes of modules, global variables and the Trainer's counters",
             todo="Set it in a hook, such as on_train_batch_start, or pass it to the model as an argument.",
         )
 
@@ -376,7 +376,7 @@ def _record(
                 if recorder.shared_values.is_watching:  # it may be for want of what others leave
                     check_shared_values()
                 if is_own_fault(error):
-                    what = f"lightning_fxpipe has failed by a fault of its own while it recorded {_name(root, call)}."
+                    what = f"Internal error of lightning_fxpipe while tracing {_name(root, call)}."
                     raise TraceError(what, **own_fault_words(error)) from error
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
@@ -451,7 +451,7 @@ def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
     except NotFillable as error:
         raise RecordError(str(error)) from error
     if any(depends_on_data(size) for size in output.sizes):
-        raise RecordError("the result has a number in it that depends on data")
+        raise RecordError("the result contains a number that depends on data")
     return output
 
 
@@ -461,13 +461,11 @@ def _check_deterministic(root: nn.Module, call: Recordable, first: _Recording, s
     if not differing and not first.drew:
         return
     raise TraceError(
-        f"The code of {_name(root, call)} may take another path each time it runs.",
+        f"The code of {_name(root, call)} may take a different path each time it runs.",
         where=f"{call.label}, {call.source(root)}",
-        observed=f"{differing[0]} one time only"
-        if differing
-        else "its Python draws random numbers while the graph is recorded",
+        observed=f"{differing[0]} in one of two runs only" if differing else "its Python draws random numbers during tracing",
         expected="the same operations each time",
-        todo="Move the random choice (layer drop, stochastic depth) into the submodules that it concerns.",
+        todo="Move the random choice (layer drop, stochastic depth) into the affected submodules.",
     )
 
 
@@ -491,10 +489,11 @@ def _holds(condition: sympy.Basic, sizes: Mapping[Any, int | float]) -> bool:
 
 def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | None) -> TraceError:
     return TraceError(
-        f"The forward of {_name(root, call)} cannot be recorded as a graph.",
+        f"The forward of {_name(root, call)} cannot be traced.",
         where=f"{call.label}, {source or 'source unknown'}",
         observed=reason,
-        expected="code that runs on one device, and at this level does not look at tensor values",
-        todo="If a single device gives the same error, fix that. Otherwise move the code into a submodule, which is kept whole "
-        "if it cannot be recorded. A tensor that one call leaves for another must be an attribute, not in a list or dict.",
+        expected="code that runs on one device and does not read tensor values at this level",
+        todo="If the same error occurs on one device, fix that first. Otherwise move the code into a submodule, which is not "
+        "split if it cannot be traced. Store a tensor that one call passes to another in an attribute, not in a list or "
+        "dict.",
     )

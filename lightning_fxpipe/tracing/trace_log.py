@@ -21,11 +21,11 @@ MANY_TRACES = 8
 _KEPT = 64
 
 _OTHER = {
-    "label": "what is called",
-    "path": "what is called",
+    "label": "the called module or function",
+    "path": "the called module or function",
     "structure": "the structure of the inputs",
     "training": "train or eval mode of a module",
-    "trainable": "which parameters require gradients",
+    "trainable": "the set of parameters that require gradients",
     "context": "grad mode or autocast",
 }
 
@@ -72,20 +72,20 @@ class TraceLog:
         self.traces.append(made)
         counter = self._changes.setdefault(made.step, Counter())
         if not before:
-            counter["the first of all"] += 1
+            counter["the first call"] += 1
             return
         alike = [traced for traced in before if traced.signature == made.signature]
         changes = _changes((alike or before)[-1], made, varying)
         repeats = any(counter[what] for what in changes)
-        message = f"{made.step} was traced again, in {made.seconds:.1f} s: {'; '.join(changes.values())}."
+        message = f"{made.step} was retraced in {made.seconds:.1f} s: {'; '.join(changes.values())}."
         (self.inform if repeats else self._detail)(message)
         counter.update(changes.keys())
         if len(before) + 1 == MANY_TRACES:
             (what, times), *_ = counter.most_common(1)
             self.warn(
                 f"{made.step} has been traced {MANY_TRACES} times, {times} times because of {what}. The last one took "
-                f"{made.seconds:.1f} s. If batches go on like this, every one pays for a trace: let it take few different "
-                "values, for instance by padding to a multiple of 64, or pass a tensor instead of a number."
+                f"{made.seconds:.1f} s. To avoid a trace for every new value, reduce the number of different values, for "
+                "example by padding to a multiple of 64, or pass a tensor instead of a number."
             )
 
 
@@ -110,22 +110,22 @@ def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) 
     for field in fields(Signature):
         if field.name in _OTHER and getattr(before.signature, field.name) != getattr(made.signature, field.name):
             found[_OTHER[field.name]] = f"{_OTHER[field.name]} changed"
-    found |= {name: f"{name}, which the recorded code reads, is not what it was" for name in made.changed}
+    found |= {name: f"{name}, which the traced code reads, changed" for name in made.changed}
     others = {name: value for name, value in made.constants.items() if before.constants.get(name, value) != value}
     if others:
         found.pop(_OTHER["structure"], None)
         found |= {name: f"{name} is {value!r} after {before.constants[name]!r}" for name, value in others.items()}
     if len(before.shapes) != len(made.shapes):
-        return found or {"the inputs": "the inputs are others"}
+        return found or {"the inputs": "the inputs changed"}
     names = made.names if len(made.names) == len(made.shapes) else [f"tensor {index}" for index in range(len(made.shapes))]
     for name, old, new in zip(names, before.signature.tensors, made.signature.tensors, strict=True):
         if old != new:
-            found[name] = f"{name} is of another kind"
+            found[name] = f"{name} has a different dtype, device or layout"
     for tensor, (old_shape, new_shape) in enumerate(zip(before.shapes, made.shapes, strict=True)):
         for dim, (old_size, new_size) in enumerate(zip(old_shape, new_shape, strict=False)):
             if old_size != new_size:
                 what = f"dimension {dim} of {names[tensor]}"
-                scope = "from now on any size" if (tensor, dim) in varying else "for this size only"
+                scope = "any size from here on" if (tensor, dim) in varying else "for this size only"
                 found[what] = f"{what} is {new_size} after {old_size}" + (f", {scope}" if dim else "")
-    other = "relations between sizes, or numbers that its code takes from elsewhere, such as by .item()"
-    return found or {other: "sizes that were equal differ, or a number that its code takes from elsewhere (.item()) is another"}
+    other = "relations between sizes, or numbers that its code reads, for example with .item()"
+    return found or {other: "sizes that were equal differ, or a number that its code reads (.item()) changed"}

@@ -55,10 +55,10 @@ def _random(iterator: Any) -> UnsupportedError:
     return UnsupportedError(
         "The step draws from an iterator whose items depend on random numbers.",
         where=user_source(),
-        observed=f"a {type(iterator).__name__}, which drew from the global generators when the step was tried before the run",
-        expected="the random numbers of one device: an item that is drawn once cannot be drawn again",
-        todo="Give it a generator of its own, as in DataLoader(..., generator=torch.Generator()), let the Trainer load its "
-        "batches (CombinedLoader), or draw the numbers in the step.",
+        observed=f"a {type(iterator).__name__}, which used the global generators in the trial of the step before the run",
+        expected="the random numbers of one device: an item that was drawn cannot be drawn again",
+        todo="Use a separate generator, as in DataLoader(..., generator=torch.Generator()), let the Trainer load the batches "
+        "(CombinedLoader), or draw the numbers in the step.",
     )
 
 

@@ -64,10 +64,10 @@ class Unsent(Tensor):
             return args[0]
         unsent = next((arg for arg in args if isinstance(arg, cls)), None)
         raise UnsupportedError(
-            f"{unsent.stands_for if unsent is not None else 'A tensor'} is used, but it was left on another stage.",
+            f"{unsent.stands_for if unsent is not None else 'A tensor'} is used here, but it is on another stage.",
             observed=f"a call of {getattr(func, '__qualname__', func)} that was not made when the model was traced",
             expected="uses as in the traced call",
-            todo="Do not let this use depend on tensor values, or use the tensor in every batch.",
+            todo="Use the tensor in every batch, or do not let its use depend on tensor values.",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -102,10 +102,10 @@ def tensor_of(index: int, count: int) -> Callable[[Any], Tensor]:
         tensors = Template.of(value).tensors
         if len(tensors) != count:
             raise UnsupportedError(
-                f"A {type(value).__name__} holds other tensors than when the model was traced.",
+                f"A {type(value).__name__} holds a different number of tensors than when the model was traced.",
                 observed=f"{len(tensors)} tensors",
                 expected=f"{count} tensors",
-                todo="What the object holds must not depend on tensor values.",
+                todo="Make the object's contents independent of tensor values.",
             )
         return tensors[index]
 
@@ -118,11 +118,11 @@ def same_answer(expected: bool, source: str | None) -> Callable[[Tensor], None]:
     def checked(value: Tensor) -> None:
         if bool(value) != expected:
             raise UnsupportedError(
-                "The model would take another path than the one that was traced.",
+                "The model would take a different path than when it was traced.",
                 where=source,
                 observed=f"a condition on tensor values that is {not expected} for this microbatch",
-                expected=f"{expected}, as for the first one",
-                todo="Move the code with the condition into a submodule of its own, which then stays whole.",
+                expected=f"{expected}, as for the first microbatch",
+                todo="Move the code with the condition into a separate submodule, which is then not split.",
             )
 
     return checked

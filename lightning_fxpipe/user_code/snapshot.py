@@ -331,7 +331,7 @@ class Snapshot:
         try:
             contents = kind.take(value)
         except Exception as error:  # such as of a generator for which the system draws
-            _logger.debug("A %s is left alone: %s", type(value).__name__, error)
+            _logger.debug("A %s is not saved: %s", type(value).__name__, error)
             contents = ABSENT
         if contents is ABSENT:
             return -1

@@ -283,7 +283,7 @@ def test_inspect_runs_no_code_and_convert_only_what_is_trusted(
     _noted.clear()
     assert main(["inspect", str(tmp_path / "h.ckpt")]) == 0
     assert main(["convert", str(tmp_path / "h.ckpt"), str(tmp_path / "folder")]) == 1
-    assert "The checkpoint contains objects that could run code." in (err := capsys.readouterr().err)
+    assert "The checkpoint contains objects that could execute code." in (err := capsys.readouterr().err)
     assert "--trust" in err
     assert _noted == []
     convert(tmp_path / "h.ckpt", tmp_path / "folder", "--trust")

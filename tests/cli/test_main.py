@@ -195,7 +195,7 @@ def test_layouts_prints_stages_and_replicas_and_saves_the_plan_of_the_fastest(pr
 def test_a_device_that_is_none_is_refused(project: Path, fail: Run, device: Any, message: str) -> None:
     name = device if isinstance(device, str) else write(device, project, "device.yaml")
     error = fail("simulate", "--config", write(config_of(), project), "--device", name)
-    assert "Cannot read a device" in error
+    assert "Cannot read the device description" in error
     assert message in error
 
 
@@ -332,7 +332,9 @@ def test_a_section_without_a_class_is_refused(project: Path, fail: Run) -> None:
 
 
 def test_a_config_without_data_asks_for_it(project: Path, fail: Run) -> None:
-    message = "There is no data.\n  What to do: Add a section `data` to the config, or --data package.module.Class."
+    message = (
+        "The config defines no data.\n  What to do: Add a section `data` to the config, or pass --data package.module.Class."
+    )
     assert message in fail("plan", "--config", write(config_of(data=None), project))
 
 
@@ -387,7 +389,7 @@ def test_an_output_that_cannot_be_written_is_named(project: Path, capsys: pytest
     assert status == 1
     message = capsys.readouterr().err
     assert "Cannot write a file." in message
-    assert "Give --output a path in a folder that exists" in message
+    assert "Pass a path in an existing, writable folder to --output" in message
     assert "no/such/folder" in message
 
 
@@ -441,7 +443,7 @@ def test_a_step_that_cannot_be_simulated_has_a_page_that_says_why(project: Path,
     page = data_of(project / "plan.html")
     assert out.startswith(page["plan"]["text"])
     assert page["alternatives"] == []
-    assert page["notes"] == ["A step that every rank runs cannot be simulated: manual optimization."]
+    assert page["notes"] == ["Steps that run on every rank cannot be simulated: manual optimization."]
 
 
 @pytest.mark.parametrize("option", ["--html", "--plot", "--trace"])
@@ -449,7 +451,7 @@ def test_a_picture_that_cannot_be_written_is_named(project: Path, capsys: pytest
     path = "no/such/folder/step.png"
     assert main(["simulate", "--config", write(config_of(), project), "--schedules", "1f1b", option, path]) == 1
     err = capsys.readouterr().err
-    assert f"Give {option} a path in a folder that exists" in err
+    assert f"Pass a path in an existing, writable folder to {option}" in err
     assert path in err
     assert "Saved to" not in err
 
@@ -457,7 +459,7 @@ def test_a_picture_that_cannot_be_written_is_named(project: Path, capsys: pytest
 @pytest.mark.parametrize("command", [("simulate",), ("layouts", "--num-devices", "2")], ids=["simulate", "layouts"])
 def test_an_unknown_schedule_is_refused(project: Path, fail: Run, command: tuple[str, ...]) -> None:
     message = fail(*command, "--config", write(config_of(), project), "--schedules", "2f2b")
-    assert "There is no such schedule" in message
+    assert "The schedule does not exist" in message
     assert "2f2b" in message
 
 
@@ -471,7 +473,7 @@ def test_a_saved_plan_is_simulated_as_it_is(project: Path, run: Run) -> None:
     found = json.loads(run("simulate", "--config", config, "--plan", "plan.json", "--json"))
     assert found["plan"] == json.loads((project / "plan.json").read_text())
     assert found["device"]["name"] == "a100"
-    assert found["refused"]["v_half"] == "It needs 4 stages on 2 devices, and the plan has 2."
+    assert found["refused"]["v_half"] == "The schedule needs 4 stages on 2 devices, but the plan has 2."
     names = [each["schedule"] for each in found["schedules"]]
     seconds = [each["step_seconds"] for each in found["schedules"]]
     assert seconds == sorted(seconds)
@@ -551,4 +553,4 @@ def test_a_table_of_ones_own_is_simulated_beside_names(project: Path, run: Run, 
     rows = [line.split() for line in run(*options, "--schedules", "1f1b", "mine.csv").splitlines()]
     named, mine = (next(row for row in rows if row[:1] == [name]) for name in ("1f1b", "mine.csv"))
     assert mine[1:6] == named[1:6]
-    assert "Cannot read a table of actions" in fail(*options, "--schedules", "absent.csv")
+    assert "Cannot read the schedule table" in fail(*options, "--schedules", "absent.csv")

@@ -106,7 +106,7 @@ def test_attributes_get_their_data_in_place() -> None:
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        (lambda: nn.ParameterList([nn.Parameter(torch.randn(3))]), "0 (no method"),
+        (lambda: nn.ParameterList([nn.Parameter(torch.randn(3))]), "0 (no module method"),
         (lambda: nn.Sequential(nn.Linear(2, 2), Attributes()), "1.table (no method"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_checkpoint_may_bring_what_nobody_initialises() -> None:
     for fqn, value in found.items():
         materials.note_placed(fqn, value)
     found["1.0"].fill_(5)
-    with pytest.raises(UnsupportedError, match=r"1\.0 \(no method"):
+    with pytest.raises(UnsupportedError, match=r"1\.0 \(no module method"):
         Constructions().take(blank, draws=False).finish(["0.weight"], draws=False)
     materials.finish(["1.0", "0.bias"], draws=False)
     assert found["0.weight"].abs().min() > 0
@@ -149,5 +149,5 @@ def test_a_parameter_that_gets_data_is_the_same_object() -> None:
 def test_a_module_that_another_run_has_split_is_refused() -> None:
     module = nn.Linear(2, 2)
     module.weight = placeholder_for(module.weight)  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match="does not have all of its parameters"):
+    with pytest.raises(UnsupportedError, match="has lost some of its parameters"):
         Constructions().take(module, draws=True)

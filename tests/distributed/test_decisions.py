@@ -71,7 +71,7 @@ def test_a_rank_that_records_alone_says_why_and_who_does_not(decisions: list[Dec
     of_all(decisions, [False] * WORLD)
     found = of_all(decisions, [rank == alone for rank in range(WORLD)], late=alone)
     others = ", ".join(str(rank) for rank in range(WORLD) if rank != alone)
-    assert found[alone] == f"rank {alone} would record it, since mode changed; rank {others} has a graph of it"
+    assert found[alone] == f"rank {alone} would retrace it, since mode changed; rank {others} has a matching trace"
     assert [text for rank, text in enumerate(found) if rank != alone] == ["", ""]
 
 

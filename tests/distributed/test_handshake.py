@@ -203,7 +203,7 @@ def test_there_is_no_lifeline_where_one_rank_alone_believes_so(closing: ExitStac
         dial(closing, offers[0], offers[0].token + b" 1\n")
         gather(False)
 
-    with pytest.warns(UserWarning, match=r"ranks \[1\] have no connection"):
+    with pytest.warns(UserWarning, match=r"Ranks \[1\] could not connect"):
         assert connected(closing, offers.append, others={1: give_up}) == [None, None, None]
 
 

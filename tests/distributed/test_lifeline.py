@@ -120,7 +120,7 @@ def test_what_is_no_news_ends_neither_the_thread_nor_the_run(told: Told, caplog:
     for heard in told.heard:
         assert heard.get(timeout=10) == failure(1)
         assert heard.empty()
-    assert "what is no news: b'garbage'" in caplog.text
+    assert "an invalid message: b'garbage'" in caplog.text
 
 
 # --------------------------------------------------------------------------- ranks that are stopped

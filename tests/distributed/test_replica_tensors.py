@@ -36,7 +36,7 @@ def test_a_step_that_runs_for_a_microbatch_must_not_talk(talk: Callable[[], Any]
     with (
         for_microbatch(),
         pytest.raises(
-            TalksToReplicas, match="The step talks to other replicas, and with this schedule it runs for each"
+            TalksToReplicas, match="The step communicates with other replicas, but this schedule runs the step once per"
         ) as caught,
     ):
         talk()

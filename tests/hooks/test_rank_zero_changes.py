@@ -41,13 +41,13 @@ def test_a_rank_receives_what_rank_zero_has_changed(monkeypatch: pytest.MonkeyPa
 
 def test_a_change_on_another_rank_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device is rank 0, and would not make it."""
-    with pytest.raises(UnsupportedError, match="changes the value of weight on one rank of the pipeline and not on rank 0."):
+    with pytest.raises(UnsupportedError, match="changes the value of weight on one rank of the pipeline, but not on rank 0."):
         changes(monkeypatch, BEFORE, BEFORE * 2)
 
 
 def test_another_group_on_one_rank_alone_is_refused() -> None:
     """Its parameters would be trained by some ranks only."""
-    said = "A hook gives an optimizer another number of parameter groups on one rank of the pipeline than on rank 0."
+    said = "A hook leaves an optimizer with a different number of parameter groups on one rank of the pipeline than on rank 0."
     topology: Any = SimpleNamespace(is_last=True)
     optimizers = WholeOptimizers(nn.Linear(1, 1), topology, lambda: None)
     own: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1, "params": []}]), is_shared_out=False)

@@ -93,7 +93,7 @@ def test_uses_of_what_every_rank_has_are_noted() -> None:
 def test_nothing_is_brought_into_the_trace_of_another() -> None:
     """The message would become part of what is recorded."""
     looks = Looks()
-    with looks.view, pytest.raises(UnsupportedError, match="A hook records the model with a tracer that cannot see"):
+    with looks.view, pytest.raises(UnsupportedError, match="A hook traces the model with a tracer that cannot access"):
         torch.jit.trace(lambda x: x @ looks.layer.weight.t(), torch.ones(1, 3))  # type: ignore[no-untyped-call]
 
 

@@ -191,7 +191,7 @@ def test_what_depends_on_the_place_in_the_batch_sees_all_of_it(call: str, calls:
 
 
 def test_a_row_set_by_its_number_is_not_one_of_each_microbatch() -> None:
-    with pytest.raises(NotDivisible, match="changed for the whole batch"):
+    with pytest.raises(NotDivisible, match="modified for the whole batch"):
         tail_of(first_row)
 
 
@@ -300,7 +300,7 @@ class WritesAfterwards(TwoLayers):
 
 
 def test_memory_that_the_tail_changes_and_stages_have_is_refused() -> None:
-    with pytest.raises(NotDivisible, match="shares memory with what is changed for the whole batch"):
+    with pytest.raises(NotDivisible, match="shares memory with a tensor that is modified for the whole batch"):
         divide(trace(WritesAfterwards(), batch()))
 
 
@@ -308,5 +308,5 @@ def test_code_for_one_batch_size_is_not_divided() -> None:
     def fixed(h: Tensor) -> Tensor:
         return h if len(h) == 4 else -h
 
-    with pytest.raises(NotDivisible, match="holds for one batch size only"):
+    with pytest.raises(NotDivisible, match="specialised to one batch size"):
         divide(trace(Between(fixed), batch(4)))

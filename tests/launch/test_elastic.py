@@ -165,7 +165,7 @@ def check_against_undisturbed(folder: Path, before: list[int], after: list[int],
 def test_a_run_that_has_lost_a_host_goes_on_with_fewer_stages(tmp_path: Path) -> None:
     done, text = run_that_loses_a_host(tmp_path, 1, {}, 20)
     assert done.keys() == {(2, 1), (1, 1)}
-    assert "[rank 0] stopped, because rank 1 failed: the process died" in text
+    assert "[rank 0] stopped because rank 1 failed: the process died" in text
     check_against_undisturbed(tmp_path, done[2, 1], done[1, 1], 1)
 
 
@@ -175,5 +175,5 @@ def test_a_run_that_has_lost_a_host_goes_on_with_fewer_replicas(tmp_path: Path, 
     """Each host has a replica of two stages."""
     done, text = run_that_loses_a_host(tmp_path, 2, {"num_stages": 2, "shard_optimizer_state": shards}, 10)
     assert done.keys() == {(2, 2), (2, 1)}
-    assert re.search(r"\[rank 0\] stopped, because rank [23] failed: the process died", text)
+    assert re.search(r"\[rank 0\] stopped because rank [23] failed: the process died", text)
     check_against_undisturbed(tmp_path, done[2, 2], done[2, 1], 2)

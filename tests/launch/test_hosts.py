@@ -187,7 +187,7 @@ def test_a_cut_cable_ends_the_run_on_both_hosts(hosts: TwoHosts, tmp_path: Path,
     assert all(job.ended(seconds=60)), "\n".join(job.texts())
     assert time.monotonic() - begin < 40  # six seconds of silence; on a busy machine what follows takes a while
     for host, text in enumerate(job.texts()):
-        assert f"rank {1 - host} has not answered" in text or "have ended without this one" in text, text
+        assert f"rank {1 - host} has not answered" in text or "have exited without this one" in text, text
 
 
 @pytest.mark.slow

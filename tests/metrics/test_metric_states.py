@@ -87,7 +87,7 @@ def test_a_state_that_cannot_be_sent_is_refused_with_its_place() -> None:
     here = Counts()
     states = MetricStates({"counts": here})
     here.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match="The metric counts keeps something that the other ranks cannot get") as caught:
+    with pytest.raises(UnsupportedError, match="state of the metric counts cannot be shared with the other ranks") as caught:
         states.changes()
     assert "lock is" in str(caught.value.observed)
     assert caught.value.todo

@@ -68,7 +68,7 @@ def test_reduce_fx_is_an_option_that_lightning_judges(rule: Any) -> None:
 def test_an_option_that_cannot_be_sent_to_the_other_ranks_is_refused_by_name() -> None:
     with pytest.raises(
         UnsupportedError,
-        match=r"(?s)self\.log\('a', \.\.\.\) got an option that the other ranks cannot get.*test_step_log.*reduce_fx.*module",
+        match=r"(?s)self\.log\('a', \.\.\.\) received an option that cannot be sent.*test_step_log.*reduce_fx.*module",
     ):
         only("a", 1.0, reduce_fx=lambda values: values[0])
 
@@ -106,11 +106,11 @@ def test_whatever_is_a_number_to_lightning_can_be_logged(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "named", "what"),
     [
-        ("text", "str", "got a value that is no number"),
-        (None, "NoneType", "got a value that is no number"),
-        ([1.0], "list", "got a value that is no number"),
-        (torch.ones(2), "Tensor", "got a value that is no number"),
-        (MeanMetric(), "MeanMetric", "got a metric that the other ranks cannot find"),
+        ("text", "str", "received a value that is not a number"),
+        (None, "NoneType", "received a value that is not a number"),
+        ([1.0], "list", "received a value that is not a number"),
+        (torch.ones(2), "Tensor", "received a value that is not a number"),
+        (MeanMetric(), "MeanMetric", "received a metric that the other ranks cannot identify"),
     ],
     ids=["text", "none", "list", "vector", "a metric that nobody holds"],
 )
@@ -123,7 +123,8 @@ def test_a_value_that_is_no_number_is_refused_by_name(value: Any, named: str, wh
 def test_a_value_of_another_stages_parameters_is_refused() -> None:
     with pytest.raises(
         UnsupportedError,
-        match=r"(?s)self\.log\('norm', \.\.\.\) got a value that the last stage cannot compute.*meta.*on_before_optimizer_step",
+        match=r"(?s)self\.log\('norm', \.\.\.\) received a value that the last stage cannot compute"
+        r".*meta.*on_before_optimizer_step",
     ):
         only("norm", torch.ones((), device="meta"))
 

@@ -62,7 +62,7 @@ def test_a_function_is_given_itself_or_by_its_path(path: Any) -> None:
     ("reduction", "weight", "words"),
     [
         ("median", None, "expected 'auto', 'mean' or 'sum'"),
-        ("sum", count, "says that it is none"),
+        ("sum", count, "declares a sum"),
         ("auto", "no_such_module.count", "no such module"),
         ("auto", "count", "no such module"),
         ("auto", "tests.microbatch.test_loss_weights.absent", "tests.microbatch.test_loss_weights has no absent"),
@@ -88,7 +88,9 @@ def test_a_module_that_fails_to_import_tells_its_own_error(tmp_path: Any, monkey
 
 @pytest.mark.parametrize("counts", [[0, 0], [1, -1], [1, math.nan], [1, math.inf]], ids=str)
 def test_weights_that_make_no_mean_are_refused(counts: list[float]) -> None:
-    with pytest.raises(UnsupportedError, match=r"(?s)loss_weight returned weights that make no mean.*count.*not all zero"):
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)loss_weight function returned invalid weights.*count.*at least one of them positive"
+    ):
         LossOptions(weight=count).weights(LossReduction.MEAN, counts, [1, 1])
 
 

@@ -274,12 +274,12 @@ def test_tensors_of_different_sizes_are_named() -> None:
     with pytest.raises(BatchError) as caught:
         batch_size(batch)
     assert caught.value.observed == (
-        "tensors of different batch size: batch['x']: 4, batch['nested'][0]: 4, batch['nested'][1]: 3, batch['weights']: 10"
+        "tensors with different batch sizes: batch['x']: 4, batch['nested'][0]: 4, batch['nested'][1]: 3, batch['weights']: 10"
     )
 
 
 def test_two_sizes_are_one_too_many() -> None:
-    with pytest.raises(BatchError, match="tensors of different batch size"):
+    with pytest.raises(BatchError, match="tensors with different batch sizes"):
         batch_size([samples(4, 2), samples(3)])
 
 

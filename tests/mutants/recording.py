@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/batch_passes.py",
-        '        with self._recorder.undivided("look at a batch"), undo_after',
+        '        with self._recorder.undivided("check a batch"), undo_after',
         "        with undo_after",
         (f"{_RANKS}::test_a_look_at_a_batch_is_no_part_of_the_schedule",),
         "a look at a batch counts as its forward",

@@ -128,7 +128,7 @@ def test_a_step_of_each_parameter_by_itself_passes(make: Callable[[], Optimizer]
 def test_a_step_of_all_parameters_together_is_found_with_several_stages(make: Callable[[], Optimizer]) -> None:
     optimizer = make()
     assert check_optimizers([optimizer], 1) == []
-    with pytest.warns(UserWarning, match="needs all parameters together"):
+    with pytest.warns(UserWarning, match="needs all parameters at once"):
         assert check_optimizers([optimizer], 2) == [optimizer]
 
 
@@ -359,7 +359,7 @@ def test_what_goes_by_the_other_parameters_is_refused(kind: Callable[[Any], Opti
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: SlowLists(parameters(), SGD), r"SlowLists.slow_weights\[0\] holds 4 tensors of the parameters' shapes"),
+        (lambda: SlowLists(parameters(), SGD), r"SlowLists.slow_weights\[0\] holds 4 tensors with the parameters' shapes"),
         (lambda: SlowFlat(parameters()[:2], SGD), r"SlowFlat.slow is a tensor of shape \(12,\)"),
         (lambda: with_closure_over_copies(parameters()), "SGD.step, copies holds 4 tensors"),
         (lambda: OfModel(parameters()), "OfModel.model is a module"),
@@ -369,7 +369,7 @@ def test_what_goes_by_the_other_parameters_is_refused(kind: Callable[[Any], Opti
 )
 def test_what_cannot_be_tried_is_refused_with_the_reason(make: Callable[[], Optimizer], words: str) -> None:
     check_optimizers([make()], 1)
-    with pytest.raises(UnsupportedError, match=f"(?s)cannot be shown that the optimizer trains a stage.*{words}"):
+    with pytest.raises(UnsupportedError, match=f"(?s)optimizer cannot be verified to train a stage.*{words}"):
         check_optimizers([make()], 2)
 
 

@@ -45,7 +45,7 @@ def test_what_is_kept_is_a_counter_of_each_rank() -> None:
     found = timeline()
     trace = trace_of([found, measured(found)])
     for number, kept in zip((1, 0), found.kept_bytes, strict=True):  # rank 0 holds the last stage
-        counters = events(trace, "C", pid=0, name=f"kept bytes of rank {number}")
+        counters = events(trace, "C", pid=0, name=f"memory in use on rank {number}")
         assert [event["ts"] for event in counters] == pytest.approx([seconds * 1e6 for seconds, _ in kept])
         assert [event["args"]["bytes"] for event in counters] == [num_bytes for _, num_bytes in kept]
     assert events(trace, "C", pid=1) == []

@@ -67,7 +67,7 @@ def test_another_ending_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timelines", [[], [Timeline("nothing", ((), ()))]])
 def test_nothing_is_not_drawn(tmp_path: Path, timelines: list[Timeline]) -> None:
-    with pytest.raises(FxPipeError, match="There is no timeline to be drawn"):
+    with pytest.raises(FxPipeError, match="There is no timeline to draw"):
         save_figure(timelines, tmp_path / "step.png")
 
 

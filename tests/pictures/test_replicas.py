@@ -88,10 +88,10 @@ def test_the_text_says_who_has_what_and_averages_with_whom() -> None:
         ["1", "0, 2, 4, 6", "512 B"],
     ]
     words = " ".join(text.split())
-    assert "the ranks of a row average their gradients, once for each step of the optimizer" in words
-    assert "4 ranks are on each machine, where each replica is as a whole." in words
+    assert "the ranks of a row average their gradients once per optimizer step" in words
+    assert "Each machine has 4 ranks; no replica spans several machines." in words
     split = ReplicaGrid(num_replicas=2, placement=Placement(num_ranks=2), ranks_per_machine=1)
-    assert "1 ranks are on each machine, so that some replicas are on several." in " ".join(str(split).split())
+    assert "Each machine has 1 ranks; some replicas span several machines." in " ".join(str(split).split())
     many = str(ReplicaGrid(num_replicas=100, placement=Placement(num_ranks=1)))
     assert "0, 1, 2, 3, 4, 5, ..., 99" in many
     assert "Gradients" not in many

@@ -179,9 +179,9 @@ def test_a_chosen_plan_shows_and_keeps_what_it_was_chosen_from(clock: Callable[[
     assert plan.chosen is plan.alternatives[0]
     assert plan.num_stages == 2 * plan.alternatives[0].stages_per_rank
     lines = str(plan).splitlines()
-    assert "Chosen: the first of these" in lines
+    assert "Candidates, fastest first; the first one is used" in lines
     assert any(line.split()[:1] == [plan.alternatives[0].schedule] for line in lines)
-    assert f"{len(plan.alternatives) - 6} slower ones are left out" in " ".join(str(plan).split())
+    assert f"{len(plan.alternatives) - 6} slower candidates are not shown" in " ".join(str(plan).split())
     assert PartitionPlan.from_dict(_as_json(plan)) == plan
     broken = _as_json(replace(plan, alternatives=(replace(plan.alternatives[0], num_microbatches=-1),)))
     with pytest.raises(PartitionError, match="plan is damaged"):

@@ -353,7 +353,7 @@ def test_buffer_changed_in_place_is_used_on_one_side_only() -> None:
     assert cut.illegal_between("a", "mul") == [False]
     # Each rank has a copy of the buffer, and only one of them is changed.
     assert cut.illegal_between("mul", "mul_1") == [True] * 5
-    assert "changes in place what both sides use" in (chain.sites[2].obstacle or "")
+    assert "changes in place a tensor that both sides use" in (chain.sites[2].obstacle or "")
 
 
 def test_region_input_changed_in_place_is_used_on_one_side_only() -> None:

@@ -186,11 +186,15 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize(
     ("points", "options", "message"),
     [
-        (["wide.7"], {}, "A split point is no module[^*]*wide.7"),
-        (["attention.0"], {}, "A split point is no module[^*]*attention.0"),
-        (["wide", "wide.0"], {}, "Two split points are the same place"),
-        (["table"], {}, "No cut may fall before a split point[^*]*nothing computes before it"),
-        (["wide"], {"num_stages": 3}, "more or fewer split points than the stages need[^*]*1 split points and 3 stages"),
+        (["wide.7"], {}, "A split point does not name a module[^*]*wide.7"),
+        (["attention.0"], {}, "A split point does not name a module[^*]*attention.0"),
+        (["wide", "wide.0"], {}, "Two split points denote the same place"),
+        (["table"], {}, "The model cannot be cut before a split point[^*]*there is no computation before it"),
+        (
+            ["wide"],
+            {"num_stages": 3},
+            "The number of split points does not match the number of stages[^*]*1 split points and 3 stages",
+        ),
     ],
 )
 def test_points_where_none_can_be_are_refused(points: list[str], options: dict[str, Any], message: str) -> None:
@@ -199,10 +203,10 @@ def test_points_where_none_can_be_are_refused(points: list[str], options: dict[s
 
 
 def test_a_point_in_a_module_that_stays_whole_says_why() -> None:
-    with pytest.raises(PartitionError, match="A split point is not where the model can be cut") as caught:
+    with pytest.raises(PartitionError, match="The model cannot be cut at a split point") as caught:
         plan_of(Wrapped(), torch.randn(4, WIDTH), split_points=["looking.second"])
-    assert "looking stays whole: " in str(caught.value.observed)
-    with pytest.raises(PartitionError, match="do not come by it"):
+    assert "looking cannot be split: " in str(caught.value.observed)
+    with pytest.raises(PartitionError, match="do not run it"):
         plan_of(Skipping(), torch.randn(4, WIDTH), split_points=["unused"])
 
 
@@ -228,7 +232,7 @@ def test_a_step_that_every_rank_runs_is_cut_by_parameters_only() -> None:
     batch = torch.randn(4, WIDTH)
     assert plan_of(Manual(), batch, num_stages=2).num_stages == 2
     for options in ({"num_stages": 2, "balance": "flops"}, {"split_points": ["net.1"]}):
-        with pytest.raises(UnsupportedError, match="is cut by parameters only") as caught:
+        with pytest.raises(UnsupportedError, match='support only balance="parameters"') as caught:
             plan_of(Manual(), batch, **options)
         assert caught.value.observed == "manual optimization"
 
@@ -310,7 +314,7 @@ def test_stages_fit_into_the_memory_or_are_refused(schedule: str) -> None:
             plan = make_plan(model, batch, device_memory_gib=limit, **options)
             assert max(needed_gib(plan, batch, schedule, 4)) <= limit
         else:
-            with pytest.raises(PartitionError, match="No cut into 3 stages fits into the devices' memory") as caught:
+            with pytest.raises(PartitionError, match="No partition into 3 stages fits in the devices' memory") as caught:
                 make_plan(model, batch, device_memory_gib=limit, **options)
             assert "KiB" in str(caught.value.observed)
 
@@ -332,7 +336,7 @@ def test_what_the_optimizer_keeps_counts_as_it_is_told(optimizer_bytes_per_byte:
         if fits:
             assert layers_of(make_planned(model, batch, rule=rule).plan) == [3, 3]
             continue
-        with pytest.raises(PartitionError, match="fits into the devices' memory") as caught:
+        with pytest.raises(PartitionError, match="fits in the devices' memory") as caught:
             make_planned(model, batch, rule=rule)
         told = {0.0: "0 of Adam's states", 0.5: "0.25 of Adam's states", 2.0: ", Adam's states"}[optimizer_bytes_per_byte]
         assert told in str(caught.value.observed)
@@ -347,11 +351,11 @@ def test_a_small_device_gets_what_fits_and_the_others_the_rest() -> None:
 
 
 def test_more_numbers_than_devices_are_refused() -> None:
-    with pytest.raises(PartitionError, match="device_speeds is not about the devices that there are"):
+    with pytest.raises(PartitionError, match="The number of entries in device_speeds differs from the number of devices"):
         make_plan(equal_layers(), torch.randn(8, WIDTH), num_stages=2, device_speeds=[1, 2, 3])
     with pytest.raises(PartitionError, match="3 stages and 2 devices"):
         make_plan(equal_layers(), torch.randn(8, WIDTH), num_stages=3, num_devices=2)
-    with pytest.raises(PartitionError, match="Split points say where all cuts are"):
+    with pytest.raises(PartitionError, match="split_points determines all cuts"):
         make_plan(equal_layers(), torch.randn(8, WIDTH), split_points=["3"], device_memory_gib=1)
 
 

@@ -128,13 +128,13 @@ def test_a_search_that_is_broken_off_says_so() -> None:
 
 def test_memory_that_no_cut_fits_into_is_refused() -> None:
     unit = StageCosts(forward_seconds=1, input_backward_seconds=1, activation_bytes=2, state_bytes=10)
-    with pytest.raises(PartitionError, match="No cut into 2 stages fits into the memory") as refused:
+    with pytest.raises(PartitionError, match="No partition into 2 stages fits in memory") as refused:
         fastest_cut([unit] * 4, [0.0] * 3, 2, by_counts(one_forward_one_backward, 4), memory_bytes=[20, 30])
-    assert refused.value.observed == "14, 36 bytes with the cut that comes closest"
+    assert refused.value.observed == "14, 36 bytes with the closest partition"
     assert refused.value.expected == "at most 20, 30"
 
 
 def test_a_schedule_that_fits_no_cut_is_refused() -> None:
     unit = StageCosts(forward_seconds=1, input_backward_seconds=1, activation_bytes=2)
-    with pytest.raises(ScheduleError, match="not enough memory for one microbatch"):
+    with pytest.raises(ScheduleError, match="not have enough memory for one microbatch"):
         fastest_cut([unit] * 4, [0.0] * 3, 2, lambda stages: zero_bubble(stages, 4, memory_bytes=[1, 1]))

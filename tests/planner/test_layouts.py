@@ -209,12 +209,12 @@ def test_microbatches_are_those_of_the_default_where_batch_norm_normalises_over_
 def test_a_step_that_every_rank_runs_is_refused_with_the_reason() -> None:
     module = LitModel("mlp")
     module.automatic_optimization = False
-    with pytest.raises(UnsupportedError, match=r"(?s)A step that every rank runs cannot be simulated.*manual optimization"):
+    with pytest.raises(UnsupportedError, match=r"(?s)Steps that run on every rank cannot be simulated.*manual optimization"):
         compare_layouts(module, next(iter(make_loader("mlp"))), num_devices=2, device=SLOW)
 
 
 def test_where_no_schedule_is_made_for_it_there_is_an_error() -> None:
-    with pytest.raises(PartitionError, match=r"(?s)No schedule is made for so many.*1 devices, 1 microbatches"):
+    with pytest.raises(PartitionError, match=r"(?s)No schedule supports this number of devices.*1 devices, 1 microbatches"):
         compared(1, schedules=["dualpipev"], num_microbatches=1)
 
 
@@ -230,7 +230,9 @@ def test_the_step_is_traced_once_for_all_layouts_and_sizes(
     monkeypatch.setattr(recorded_step, "open_regions", opened)
     with caplog.at_level("DEBUG", logger="lightning_fxpipe"):
         found = compared(4)
-    assert any(text.startswith("Simulating all stages and replicas: ") for text in caplog.messages)  # and the seconds
+    assert any(
+        text.startswith("Simulating all combinations of stages and replicas: ") for text in caplog.messages
+    )  # and the seconds
     assert len({layout.num_ranks for layout in found.layouts}) == 3
     assert traced == [8]  # the most stages: two on each of four devices
 
@@ -252,7 +254,7 @@ def test_a_graph_that_depends_on_the_size_is_traced_again(monkeypatch: pytest.Mo
 
 
 def test_a_number_of_stages_that_the_devices_cannot_share_is_refused() -> None:
-    with pytest.raises(PartitionError, match="No layout has the stages that are given"):
+    with pytest.raises(PartitionError, match="No parallel layout has the requested number of stages"):
         compared(4, split_points=["1", "3"])
 
 

@@ -91,7 +91,7 @@ def test_a_device_shares_its_memory_out_among_its_stages() -> None:
 @pytest.mark.parametrize("described", [{"speeds": (1.0,)}, {"memory_bytes": (1, 2, 3)}])
 def test_other_devices_than_there_are_are_refused(described: dict[str, tuple[float, ...]]) -> None:
     name = "device_speeds" if "speeds" in described else "device_memory_gib"
-    with pytest.raises(PartitionError, match=f"{name} is not about the devices that there are"):
+    with pytest.raises(PartitionError, match=f"The number of entries in {name} differs from the number of devices"):
         Load(schedule="1f1b", num_ranks=2, **described).check()  # type: ignore[arg-type]
 
 

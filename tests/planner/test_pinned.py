@@ -70,15 +70,15 @@ def test_on_several_stages_of_a_device() -> None:
 @pytest.mark.parametrize(
     ("stage_of", "message"),
     [
-        ({"layer.*": 0}, r"No module has a path like one in stage_of[^*]*layer\.\*"),
-        ({"embed": 3}, "a stage that there is not[^*]*stage 3 of 3"),
-        ({"embed": -4}, "a stage that there is not[^*]*stage -4 of 3"),
-        ({"unused": 0}, "is not where the model can be cut[^*]*unused[^*]*do not come by it"),
+        ({"layer.*": 0}, r"A pattern in stage_of matches no module[^*]*layer\.\*"),
+        ({"embed": 3}, "a stage that does not exist[^*]*stage 3 of 3"),
+        ({"embed": -4}, "a stage that does not exist[^*]*stage -4 of 3"),
+        ({"unused": 0}, "The model cannot be cut at a module in stage_of[^*]*unused[^*]*do not run it"),
         (
             {"layers.5": 1, "layers.2": 2},
-            r"cannot be in the stages[^*]*layers.2\S* in stage 2, and layers.5\S*, which runs",
+            r"stages assigned by stage_of are impossible[^*]*layers.2\S* in stage 2, and layers.5\S*, which runs",
         ),
-        ({"embed": 1}, "cannot be in the stages that stage_of wants[^*]*no cuts that are allowed"),
+        ({"embed": 1}, "stages assigned by stage_of are impossible[^*]*no legal cuts"),
     ],
 )
 def test_what_cannot_be_is_refused(stage_of: dict[str, int], message: str) -> None:
@@ -97,9 +97,9 @@ def test_a_module_in_one_that_stays_whole_says_why() -> None:
             return self.second(h) if float(h.sum()) > 0 else h
 
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Looking())
-    with pytest.raises(PartitionError, match="A module that stage_of names is not where the model can be cut") as caught:
+    with pytest.raises(PartitionError, match="The model cannot be cut at a module in stage_of") as caught:
         make_plan(net, torch.randn(4, WIDTH), num_stages=2, stage_of={"1.second": 1})
-    assert "1 stays whole: " in str(caught.value.observed)
+    assert "1 cannot be split: " in str(caught.value.observed)
 
 
 def test_paths_and_stages_by_themselves() -> None:

@@ -184,7 +184,7 @@ def test_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> Non
 def test_json_of_another_layout_is_refused_with_both_versions(tmp_path: Path, content: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
-    with pytest.raises(PartitionError, match="not a partition plan that this version can read") as caught:
+    with pytest.raises(PartitionError, match="This version cannot read the file as a partition plan") as caught:
         PartitionPlan.load(path)
     version = 99 if "99" in content else None
     assert caught.value.observed == f"schema_version {version}"
@@ -271,7 +271,7 @@ def test_fits_the_model_it_was_made_for() -> None:
 )
 def test_other_model_is_refused_and_the_difference_named(changes: dict[str, Any], named: str) -> None:
     shapes = {fqn: shape for fqn, shape in {**PLAN.parameter_shapes, **changes}.items() if shape is not None}
-    with pytest.raises(PartitionError, match="made for another model") as caught:
+    with pytest.raises(PartitionError, match="made for a different model") as caught:
         PLAN.check_fits(shapes)
     assert caught.value.observed == named
 
@@ -306,19 +306,19 @@ def test_caption_says_what_the_stages_do_not() -> None:
     text = " ".join(str(PLAN).split())
     assert text.startswith("Pipeline of model ")
     assert "1 K parameters in 3 stages; bytes are for one microbatch of 8 samples" in text
-    assert "In several stages, counted in each: tied.weight (400) in 0 and 2" in text
-    assert "Sent past stages that do not use it, part of what they send: 512 B from stage 0 to 2 (1 tensor)" in text
-    assert "Computed by each stage that uses it, not sent: values of model.mask" in text
-    assert "Cut inside of: model.body" in text
+    assert "Shared by several stages and counted in each: tied.weight (400) in 0 and 2" in text
+    assert "Included in these sizes, sent past stages that do not use it: 512 B from stage 0 to 2 (1 tensor)" in text
+    assert "Recomputed in each stage that uses them instead of sent: values of model.mask" in text
+    assert "Split modules: model.body" in text
     assert "Kept whole: model.gate (it looks at values)" in text
-    assert "Outside the pipeline, whole on the last stage (rank 0): criterion (" in text
-    assert " % of the model): the step uses it after the pipelined calls, or not at all" in text
-    assert "Before the pipeline, whole on every rank: frozen (" in text
+    assert "Outside the pipeline, on the last stage (rank 0): criterion (" in text
+    assert " % of the model): the step uses them after the pipelined calls or not at all" in text
+    assert "Before the pipeline, replicated on every rank: frozen (" in text
 
 
 def test_caption_says_why_a_part_is_outside() -> None:
-    plan = dataclasses.replace(PLAN, outside_reason="step.py:7 cannot be tried without data (ValueError: x)")
-    assert "% of the model): step.py:7 cannot be tried without data (ValueError: x)" in " ".join(str(plan).split())
+    plan = dataclasses.replace(PLAN, outside_reason="step.py:7 cannot run on tensors without data (ValueError: x)")
+    assert "% of the model): step.py:7 cannot run on tensors without data (ValueError: x)" in " ".join(str(plan).split())
     assert PartitionPlan.from_dict(dataclasses.asdict(plan)) == plan
 
 
@@ -358,7 +358,7 @@ def test_caption_leaves_out_what_there_is_not() -> None:
     plan = dataclasses.replace(PLAN, region="", opened=(), kept_whole={}, recomputed=(), outside_fqns=(), prelude_fqns=())
     text = str(plan)
     assert text.startswith("Pipeline of the module\n")
-    for absent in ("Cut inside", "Kept whole", "Computed by each", "Outside", "Before the"):
+    for absent in ("Split modules", "Not split", "Recomputed in each", "Outside", "Before the"):
         assert absent not in text
 
 
@@ -379,7 +379,7 @@ def test_plan_of_before_skips_is_read(tmp_path: Path) -> None:
     found = PartitionPlan.load(path)
     assert [[tensor.receiver_stage for tensor in stage.outputs] for stage in found.stages] == [[None, None], [None], []]
     assert [stage.skipping_bytes for stage in found.stages] == [0, 0, 0]
-    assert "Sent past stages" not in str(found)
+    assert "sent past stages" not in str(found)
 
 
 def plan_of(sizes: list[int]) -> PartitionPlan:

@@ -238,7 +238,7 @@ def test_tensor_that_the_next_stage_does_not_use_is_shown_as_a_skip() -> None:
     assert not {tensor.name for tensor in skips} & {tensor.name for tensor in plan.stages[1].outputs}
     assert plan.stages[0].skipping_bytes == sum(tensor.num_bytes for tensor in skips)
     said = f"{human_bytes(plan.stages[0].skipping_bytes)} from stage 0 to 2 ({len(skips)} tensor"
-    assert f"Sent past stages that do not use it, part of what they send: {said}" in " ".join(str(plan).split())
+    assert f"Included in these sizes, sent past stages that do not use it: {said}" in " ".join(str(plan).split())
 
 
 def test_shapes_are_those_of_one_microbatch() -> None:
@@ -379,7 +379,7 @@ def test_saved_plan_loads_equal_and_fits(name: str, tmp_path: Path) -> None:
 
 def test_plan_does_not_fit_a_model_of_another_width() -> None:
     other = SkipMLP(width=25)
-    with pytest.raises(PartitionError, match="made for another model") as caught:
+    with pytest.raises(PartitionError, match="made for a different model") as caught:
         plan_of("mlp", 2).check_fits({fqn: tuple(parameter.shape) for fqn, parameter in other.named_parameters()})
     assert "layers.0.bias: plan (24,), model (25,)" in str(caught.value)
 

@@ -58,7 +58,7 @@ def test_only_the_hidden_state_crosses_the_cuts_of_a_decoder() -> None:
     assert [stage.skipping_bytes for stage in plan.stages] == [0] * 4
     assert {tensor.module for tensor in plan.recomputed} == {"", "rotary"}
     assert len(plan.recomputed) == 3  # cosines, sines and the mask
-    assert "Computed by each stage that uses it, not sent: values of rotary, (root)" in " ".join(str(plan).split())
+    assert "Recomputed in each stage that uses them instead of sent: values of rotary, (root)" in " ".join(str(plan).split())
 
 
 @pytest.mark.parametrize(("table", "is_cheap"), [(torch.sign, True), (torch.argsort, False)], ids=["cheap", "not cheap"])
@@ -138,7 +138,7 @@ def test_buffer_that_is_changed_may_not_be_held_by_several_stages() -> None:
     model.register_buffer("steps", torch.ones(WIDTH))
     plan = make_plan(model.eval(), batch(), num_stages=3)
     assert len(plan.stages_of("steps")) > 1
-    with pytest.raises(PartitionError, match="changes in place what the plan keeps in several stages"):
+    with pytest.raises(PartitionError, match="changes a tensor in place that the plan stores in several stages"):
         follow_plan(plan, trace_region(model.train(), call_of(batch()), opened=plan.opened))
 
 

@@ -100,8 +100,8 @@ def test_microbatches_of_one_sample_are_simulated_as_such() -> None:
 def test_a_schedule_that_cannot_be_made_in_the_memory_says_why() -> None:
     tiny = Device(flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1)
     found = simulate_plan(layers(), torch.randn(8, WIDTH), num_stages=2, num_microbatches=2, device=tiny)
-    assert found.refused == {"zero_bubble": "A rank has not enough memory for one microbatch."}
-    assert "not enough memory for one microbatch" in " ".join(str(found).split())
+    assert found.refused == {"zero_bubble": "A rank does not have enough memory for one microbatch."}
+    assert "not have enough memory for one microbatch" in " ".join(str(found).split())
 
 
 def test_a_table_in_a_file_is_simulated_beside_the_names(tmp_path: Path) -> None:
@@ -114,10 +114,12 @@ def test_a_table_in_a_file_is_simulated_beside_the_names(tmp_path: Path) -> None
     found = simulate_plan(layers(), torch.randn(16, WIDTH), num_microbatches=4, **options)
     own = [found.simulations[str(path)] for path in files[:2]]
     assert [one.ranks for one in own] == [found.simulations[name].ranks for name in ("1f1b", "v_half")]
-    assert found.refused == {str(files[2]): "A table is made for other ranks. (1 stages; 1 stages; 1 stages)"}
+    assert found.refused == {
+        str(files[2]): "The schedule table is for a different number of ranks or stages. (1 stages; 1 stages; 1 stages)"
+    }
     other = simulate_plan(layers(), torch.randn(16, WIDTH), num_microbatches=2, **options)
-    assert other.refused[str(files[0])] == "A table is made for another number of microbatches. (4)"
-    with pytest.raises(ScheduleError, match="Cannot read a table of actions"):
+    assert other.refused[str(files[0])] == "The schedule table is for a different number of microbatches. (4)"
+    with pytest.raises(ScheduleError, match="Cannot read the schedule table"):
         simulate_plan(layers(), torch.randn(16, WIDTH), num_stages=2, device=SLOW, schedules=["absent.csv"])
 
 
@@ -125,7 +127,7 @@ def test_schedules_may_be_spelled_as_torch_does() -> None:
     options: Any = {"num_stages": 2, "device": SLOW, "num_microbatches": 2}
     found = simulate_plan(layers(), torch.randn(16, WIDTH), schedules=["1F1B", "GPipe"], **options)
     assert [*found.simulations] == ["1f1b", "gpipe"]
-    with pytest.raises(ScheduleError, match="There is no such schedule"):
+    with pytest.raises(ScheduleError, match="The schedule does not exist"):
         simulate_plan(layers(), torch.randn(16, WIDTH), schedules=["2f1b"], **options)
 
 
@@ -153,6 +155,6 @@ def test_a_step_that_every_rank_runs_is_refused() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             self.manual_backward(self.net(batch).square().mean())
 
-    with pytest.raises(UnsupportedError, match="A step that every rank runs cannot be simulated") as refused:
+    with pytest.raises(UnsupportedError, match="Steps that run on every rank cannot be simulated") as refused:
         simulate_plan(Manual(), torch.randn(16, WIDTH), num_stages=2, device=SLOW)
     assert refused.value.observed == "manual optimization"

@@ -169,7 +169,7 @@ def test_a_unit_that_looks_at_values_is_named() -> None:
             return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
     chain = build_chain(trace(nn.Sequential(nn.Linear(4, 4), Looking(4, 4)), torch.randn(2, 4)))
-    with pytest.raises(TraceError, match="cannot be seen on tensors without data") as refused:
+    with pytest.raises(TraceError, match="cannot be estimated on tensors without data") as refused:
         unit_costs(chain)
     assert str(refused.value.where).startswith("1 (")
 

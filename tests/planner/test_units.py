@@ -203,7 +203,7 @@ def test_a_call_that_leaves_the_step_a_tensor_by_a_hook_is_opened(keep: Any) -> 
     with pytest.raises(UnitNotRecorded) as raised:
         units_of(module, batch)
     assert raised.value.path == "one"
-    assert raised.value.error.what == "The step uses a tensor that its call of one has made and does not return."
+    assert raised.value.error.what == "The step uses a tensor that its call of one computes but does not return."
     assert "test_units.py:" in str(raised.value.error.where)
     found = find_units(module, StepCall.of_step(module.training_step, batch), num_samples=6, opened={"one", "one.1"})
     assert [unit.path for unit in found] == ["one.0", "one.2"]

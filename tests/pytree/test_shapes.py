@@ -174,7 +174,7 @@ def test_a_symbol_is_not_that_of_an_equal_size_elsewhere() -> None:
 
 
 def test_dimensions_of_a_group_must_agree() -> None:
-    with pytest.raises(ValueError, match="differs from others of group 0"):
+    with pytest.raises(ValueError, match="differs from those of the other microbatches in group 0"):
         FakeWorld().input(torch.ones(3, 4), [], {0: 0, 1: 0})
 
 
@@ -356,7 +356,7 @@ def test_sizes_of_what_looks_at_values_follow_the_inputs(run: Callable[[Tensor],
 
 @pytest.mark.parametrize("run", [lambda h: h[:, 1:], lambda h: h[:, ::4], lambda h: h[:, : h.shape[1] // 2]])
 def test_sizes_that_are_no_multiples_are_not_guessed(run: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(TraceError, match="is no multiple of an input's"):
+    with pytest.raises(TraceError, match="is not a multiple of an input's"):
         peeking(run, 4, 6)
 
 
@@ -368,8 +368,8 @@ def test_a_new_trace_is_noted_with_its_cause_and_time() -> None:
     numbers_of_traces(torch.tanh, [(x_of(4, length),) for length in (7, 9, 5)], messages.log())
     (line,) = messages.details
     assert not messages.lines
-    assert re.match(r"training_step was traced again, in \d+\.\d+ s", line)
-    assert "dimension 1 of args[0] is 9 after 7, from now on any size." in line
+    assert re.match(r"training_step was retraced in \d+\.\d+ s", line)
+    assert "dimension 1 of args[0] is 9 after 7, any size from here on." in line
     assert not messages.warnings
 
 

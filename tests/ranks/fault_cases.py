@@ -178,7 +178,7 @@ class Outcome:
         if case.kind == "freeze" and not all(f"rank {case.rank} has not answered" in text for text in self.outputs):
             found.append("not told that a rank is stopped")
         if case.kind == "cut" and not all(
-            "has not answered" in text or "have ended without this one" in text for text in self.outputs
+            "has not answered" in text or "have exited without this one" in text for text in self.outputs
         ):
             found.append("not told that the other host does not answer")
         return found

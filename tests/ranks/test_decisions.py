@@ -152,8 +152,8 @@ def test_a_rank_that_would_record_alone_ends_the_run(ranks: Ranks) -> None:
     pool = ranks(2)
     _, (message, seconds, _) = pool.run(ends_with, ChangesAlone)
     pool.kill()
-    assert "The ranks of the pipeline do not agree on recording the step again." in message
-    assert "rank 1 would record it, since mode changed; rank 0 has a graph of it" in message
+    assert "The ranks of the pipeline disagree on whether to retrace the step." in message
+    assert "rank 1 would retrace it, since mode changed; rank 0 has a matching trace" in message
     assert seconds < 30
 
 
@@ -164,6 +164,6 @@ def test_ranks_that_use_different_known_graphs_end_the_run(ranks: Ranks, module:
     found = pool.run(ends_with, module)
     pool.kill()
     for message, seconds, num_steps in found:
-        assert "The ranks of the pipeline have computed a batch with different graphs." in message
+        assert "The ranks of the pipeline computed a batch with different traces." in message
         assert seconds < 30
         assert num_steps == 6  # the fifth is wrong, and its vote is counted before the seventh

@@ -121,8 +121,8 @@ def try_spread() -> str:
 def test_parameters_that_are_spread_already_are_refused(ranks: Ranks) -> None:
     for told in ranks(2).run(try_spread):
         words = " ".join(told.split())
-        assert "parameters that are spread over devices already (head.0.weight)" in words
-        assert "leave fully_shard and parallelize_module out" in words
+        assert "parameters that are already sharded over devices (head.0.weight)" in words
+        assert "remove fully_shard and parallelize_module" in words
 
 
 def test_one_device_has_a_mesh_of_one() -> None:

@@ -84,12 +84,12 @@ def refusal(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"device_memory_gib": [1, 1e-6]}, "No cut into 2 stages fits into the devices' memory"),
-        ({"device_memory_gib": 1e-6, "balance": "seconds"}, "fits into the memory"),
+        ({"device_memory_gib": [1, 1e-6]}, "No partition into 2 stages fits in the devices' memory"),
+        ({"device_memory_gib": 1e-6, "balance": "seconds"}, "fits in the memory"),
         ({"device_memory_gib": [1, 1, 1]}, "3 of 2"),
-        ({"device_speeds": [1]}, "device_speeds is not about the devices that there are"),
-        ({"stage_of": {"absent": 0}}, "No module has a path like one in stage_of"),
-        ({"stage_of": {"*": 0}}, "cannot be in the stages that stage_of wants"),
+        ({"device_speeds": [1]}, "The number of entries in device_speeds differs from the number of devices"),
+        ({"stage_of": {"absent": 0}}, "A pattern in stage_of matches no module"),
+        ({"stage_of": {"*": 0}}, "stages assigned by stage_of are impossible"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(ranks: Callable[[int], RankPool], options: dict[str, Any], told: str) -> None:

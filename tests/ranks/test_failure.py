@@ -207,7 +207,7 @@ def test_an_error_of_a_started_process_is_told_once(tmp_path: Path) -> None:
     assert status == 1
     assert output.count("Traceback (most recent call last)") == 1
     assert output.count("ValueError: the original error") == 2  # under the traceback, and in the line of rank 0
-    assert "[rank 0] stopped, because rank 1 failed: ValueError: the original error" in output
+    assert "[rank 0] stopped because rank 1 failed: ValueError: the original error" in output
     assert "on_exception 1 ValueError" in output
     assert "on_exception 0 PeerError" in output
 
@@ -237,7 +237,7 @@ def test_a_started_process_that_is_stopped_ends_with_the_others(tmp_path: Path) 
     text = text.replace('strategy="fxpipe"', "strategy=lightning_fxpipe.FxPipeStrategy(heartbeat_timeout=2)")
     status, output = run_script(tmp_path, str(int(signal.SIGSTOP)), text)
     assert status == 1
-    assert "[rank 0] stopped, because rank 1 has not answered for 2 s: it is stopped" in output
+    assert "[rank 0] stopped because rank 1 has not answered for 2 s: it is stopped" in output
     assert "on_exception 0 PeerError" in output
 
 
@@ -245,7 +245,7 @@ def test_a_process_that_ends_well_before_the_ranks_meet_is_not_waited_for(tmp_pa
     status, output = run_script(tmp_path, "none", EARLY_SCRIPT)
     assert status == 1
     assert "rank 1 with exit status 0" in output
-    assert "end early" in output
+    assert "exit early" in output
 
 
 # --------------------------------------------------------------------------- how long a rank waits

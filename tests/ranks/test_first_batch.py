@@ -352,7 +352,7 @@ def fit_refused(folder: str) -> str:
 
 def test_a_stream_that_cannot_begin_anew_is_refused_where_it_would_have_to(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2).run(fit_refused, str(tmp_path)):
-        assert "The first batch was looked at before the run, and its data cannot begin anew." in told
+        assert "The first batch was read before the run, but its data stream cannot be restarted." in told
         assert "Drawing" in told
         assert "TextIOWrapper" in told
 
@@ -416,4 +416,4 @@ def fit_different() -> str:
 
 def test_ranks_that_load_different_batches_end_the_run(ranks: Ranks) -> None:
     for told in ranks(2).run(fit_different):
-        assert "The ranks of the pipeline have different batches." in told
+        assert "The ranks of the pipeline loaded different batches." in told

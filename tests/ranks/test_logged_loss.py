@@ -313,7 +313,7 @@ class LogsMoreAndNotesLate(NotesLate):
 @pytest.mark.parametrize("kind", [NotesLate, LogsMoreAndNotesLate])
 def test_what_the_model_changes_late_is_refused(ranks: Ranks, kind: type[LitModel]) -> None:
     """It would be lost: the batch's one look takes it for the step's, and undoes it."""
-    with pytest.raises(RankFailed, match="The model's forward changes something in this batch"):
+    with pytest.raises(RankFailed, match="The model's forward changes a value in this batch"):
         ranks(2).run(fit_in_turns, kind)
 
 
@@ -340,7 +340,7 @@ def fit_with_looks(kind: type[LitModel], between: int) -> dict[str, Any] | str:
 
 
 def test_the_losses_are_compared_now_and_then(ranks: Ranks) -> None:
-    expected = "1F1B cannot train this loss: it is not made of those of the microbatches."
+    expected = "1F1B does not support this loss: it does not decompose into microbatch losses."
     assert ranks(2).run(fit_with_looks, BecomesMaximum, 1) == [expected] * 2
 
 

@@ -321,7 +321,7 @@ class ForSomeOnly(Accumulating):
 
 
 REFUSED: dict[str, tuple[type[Manual], Sequence[str]]] = {
-    "second derivative": (SecondDerivative, ["A gradient of the pipelined calls is to be differentiated again"]),
+    "second derivative": (SecondDerivative, ["differentiates a gradient of the pipelined calls again"]),
     "backward for some": (ForSomeOnly, ["backward for some parameters only", "net.0.weight", "toggle_optimizer"]),
 }
 

@@ -177,7 +177,7 @@ def test_what_nobody_can_initialise_is_refused_by_name_before_the_first_step(ran
         assert "model.1.scale (no method" in message
         assert "model.1.unsaved" in message
     for message in ranks(2).run(refused, "Special", "meta"):
-        assert "model.1.0.weight (its module's constructor did more" in message
+        assert "model.1.0.weight (its module's constructor does more" in message
         assert "configure_model" in message
     for message in ranks(2).run(refused, "Spoilt", "init_module"):
-        assert "model.blocks.2.linear.weight (changed after it was made" in message
+        assert "model.blocks.2.linear.weight (it was changed after construction" in message

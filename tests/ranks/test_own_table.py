@@ -96,7 +96,7 @@ def test_the_table_of_rank_0_holds_where_files_differ(ranks: Ranks) -> None:
 def test_tables_that_place_stages_differently_are_refused_on_every_rank(ranks: Ranks) -> None:
     for kind, text in ranks(2).run(fit_with_own, [ODD, SPLIT_V]):
         assert kind in (UnsupportedError, PeerError)
-        assert "The ranks of the pipeline place the stages differently" in text
+        assert "The ranks of the pipeline disagree on the placement of stages" in text
         assert "rank 1: Placement(num_ranks=2, stages_per_rank=2, is_v=True)" in text
 
 
@@ -104,7 +104,7 @@ def test_a_saved_plan_goes_with_a_table_of_as_many_stages(ranks: Ranks) -> None:
     plan = make_plan(LitModel("mlp"), make_samples("mlp", 4), num_stages=2)
     assert_equals_one_device(ranks(2).run(fit_with_own, [ODD], plan), "mlp")
     for _, text in ranks(2).run(fit_with_own, [SPLIT_V], plan):
-        assert "is not made for so many stages on each device" in text
+        assert "does not support this number of stages per device" in text
 
 
 class InBatch(LitModel):
@@ -118,7 +118,7 @@ class InBatch(LitModel):
 def test_a_loss_that_is_no_sum_over_microbatches_is_refused() -> None:
     strategy = FxPipeStrategy(schedule=ActionTable.from_csv(ONE_RANK))
     trainer = make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0)
-    with pytest.raises(UnsupportedError, match='schedule="ActionTable" cannot train this loss'):
+    with pytest.raises(UnsupportedError, match='schedule="ActionTable" does not support this loss'):
         trainer.fit(InBatch("mlp"), make_loader("mlp"))
     assert trainer.global_step == 0
 
@@ -130,6 +130,6 @@ def test_a_batch_with_another_number_of_microbatches_is_told_of(caplog: pytest.L
         trainer.fit(LitModel("mlp"), make_loader("mlp", num_samples=23))
     told = [record.getMessage() for record in caplog.records if "is for 2 microbatches" in record.getMessage()]
     assert told == [
-        "The table ActionTable is for 2 microbatches. A batch that is cut into 1 of 4 samples and 1 of 3 samples goes forward "
-        "with all of them first, and then back."
+        "The schedule table ActionTable is for 2 microbatches. A batch split into 1 of 4 samples and 1 of 3 samples runs in "
+        "GPipe order instead."
     ]

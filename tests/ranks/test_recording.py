@@ -114,7 +114,7 @@ def test_replicas_are_in_the_report_and_on_the_page(ranks: Ranks, tmp_path: Path
     *steps, simulated = read_recording(tmp_path)
     for step in steps:
         for spans in step.ranks:
-            (average,) = [span for span in spans if span.work == "average of gradients"]
+            (average,) = [span for span in spans if span.work == "gradient average"]
             assert average.start_seconds >= max(span.end_seconds for span in actions_of(spans))
             optimizer = [span for span in spans if span.work == "optimizer step"][-1]
             assert average.end_seconds <= optimizer.start_seconds
@@ -249,7 +249,7 @@ def fit_into_a_file(folder: str) -> tuple[str, int]:
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for text, steps in ranks(2).run(fit_into_a_file, str(tmp_path / "file" / "folder")):
-        assert "Nothing can be written where the run is to be recorded." in text
+        assert "Cannot write the recording of the run." in text
         assert str(tmp_path / "file") in text
         assert steps == 0
 
@@ -332,7 +332,7 @@ def test_a_look_at_a_batch_is_no_part_of_the_schedule(tmp_path: Path) -> None:
     strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="1f1b", record=record)
     fit_and_record("mlp", strategy=strategy, devices=1)
     first, simulated = read_recording(tmp_path)
-    assert [span.work for span in first.ranks[0]].count("look at a batch") == 1
+    assert [span.work for span in first.ranks[0]].count("check a batch") == 1
     assert table_of(first) == table_of(simulated) is not None
 
 
@@ -341,5 +341,5 @@ def test_a_run_without_the_chosen_steps_says_so(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fit_and_record("mlp", strategy=strategy, devices=1)
-    assert ["the run had 10 steps" in str(w.message) for w in warned if "Nothing is recorded" in str(w.message)] == [True]
+    assert ["the run had 10 steps" in str(w.message) for w in warned if "Nothing was recorded" in str(w.message)] == [True]
     assert list(tmp_path.iterdir()) == []

@@ -192,6 +192,6 @@ def refused(stages: int) -> str:
 
 def test_a_sampler_that_cuts_the_data_up_is_refused(ranks: Ranks) -> None:
     for text in ranks(2).run(refused, 2):
-        assert "A dataloader gives each process other samples" in text
+        assert "A dataloader yields different samples on each process" in text
         assert "num_replicas=2" in text
         assert "one replica" in text

@@ -558,15 +558,20 @@ class OwnGroupForValues(Net):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
-    "batches": (Uneven, {"use_distributed_sampler": False}, BatchError, "ends at different batches on different ranks"),
-    "streams": (UnevenStream, {}, BatchError, "ends at different batches on different ranks"),
-    "sampler": (WrongShare, {}, UnsupportedError, "gives each process other samples"),
-    "group": (OwnGroup, {}, UnsupportedError, "User code talks to other replicas"),
-    "gradients": (GathersWithGradients, {}, UnsupportedError, "what several replicas of a pipeline cannot do"),
-    "reduce": (ReducesOddly, {}, UnsupportedError, "There is no such way to reduce a tensor over the replicas"),
-    "values": (OwnGroupForValues, {}, UnsupportedError, "Values can be put together over all replicas only"),
-    "by turns": (Talks, {"schedule": "1f1b"}, UnsupportedError, "the step talks to other replicas in"),
-    "batch norm": (Norms, {"sync_batchnorm": True}, UnsupportedError, "sync_batchnorm, with which each microbatch would wait"),
+    "batches": (Uneven, {"use_distributed_sampler": False}, BatchError, "has a different number of batches on different ranks"),
+    "streams": (UnevenStream, {}, BatchError, "has a different number of batches on different ranks"),
+    "sampler": (WrongShare, {}, UnsupportedError, "yields different samples on each process"),
+    "group": (OwnGroup, {}, UnsupportedError, "User code communicates with other replicas"),
+    "gradients": (GathersWithGradients, {}, UnsupportedError, "a collective that replicas of a pipeline do not support"),
+    "reduce": (ReducesOddly, {}, UnsupportedError, "The reduction over replicas is not supported"),
+    "values": (OwnGroupForValues, {}, UnsupportedError, "Values can be reduced or gathered over all replicas only"),
+    "by turns": (Talks, {"schedule": "1f1b"}, UnsupportedError, "the step communicates with other replicas in"),
+    "batch norm": (
+        Norms,
+        {"sync_batchnorm": True},
+        UnsupportedError,
+        "sync_batchnorm, which would synchronise each microbatch",
+    ),
 }
 
 

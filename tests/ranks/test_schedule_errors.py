@@ -163,5 +163,5 @@ def step_after_error() -> str:
 def test_a_step_after_a_failed_one_is_refused(ranks: Callable[[int], RankPool]) -> None:
     """torch keeps the losses of microbatches that ran before an error, and would run their backward in the next step."""
     for message in ranks(2).run(step_after_error):
-        assert "The pipeline cannot go on after a step that failed." in message
+        assert "The pipeline cannot continue after a failed step." in message
         assert "resume from a checkpoint" in message

@@ -284,12 +284,12 @@ def test_late_layers_are_refused_and_checkpoints_are_folders_without_memory_for_
     results = pool.run(refuse_and_save, str(tmp_path))
     pool.kill()  # the ranks have lost each other
     for made, _, (is_folder, _) in results:
-        assert "The module has got parameters after it was split into stages." in made
+        assert "Parameters were added to the module after it was split into stages." in made
         assert "Observed: head.0.0.weight and 3 others" in made
-        assert "made in the constructor, setup or configure_model" in made
+        assert "created in the constructor, setup or configure_model" in made
         assert is_folder
     # A replaced parameter is a fault where its stage is not.
     assert any("Observed: head.0.weight and 1 others" in replaced for _, replaced, _ in results)
     messages = [message for *_, (_, found) in results for message in found]
     assert len(messages) == 1
-    assert "One file needs 0.0 GiB" in messages[0]
+    assert "A single file would need 0.0 GiB" in messages[0]

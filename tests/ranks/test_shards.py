@@ -410,7 +410,7 @@ def test_a_memory_limit_counts_a_replicas_share_of_the_states(ranks: Ranks) -> N
     ]
     for refused, narrowly, fits, too_little, fits_shared, balanced, refused_too in ranks(4).run(moments_within_each, limits):
         for text, peak in ((refused, whole), (narrowly, whole), (too_little, shared), (refused_too, whole)):
-            assert "No cut into 2 stages fits into the devices' memory" in str(text)
+            assert "No partition into 2 stages fits in the devices' memory" in str(text)
             assert f"{human_bytes(peak)} for the stages" in str(text)
         assert ("0.5 of Adam's states" in str(too_little), "0.5 of Adam's states" in str(refused)) == (True, False)
         # The ranks have what was counted.

@@ -170,4 +170,4 @@ def test_a_forward_that_counts_or_teaches_runs_once_for_a_batch(
 def test_a_number_that_a_module_sets_by_the_number_of_samples_is_told_of(ranks: Ranks) -> None:
     """It is that of a microbatch then."""
     found = ranks(2).run(fit_in_stages, sizing, False)
-    assert any("changes buffers or numbers" in text and "model.1.capacity" in text for text in found[0]["warned"])
+    assert any("updates buffers or numbers" in text and "model.1.capacity" in text for text in found[0]["warned"])

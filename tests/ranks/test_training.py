@@ -104,7 +104,7 @@ def different_data() -> str:
 def test_data_that_differs_between_ranks_is_refused(ranks: Ranks) -> None:
     # The first stage would take its inputs from one dataset and the last stage its targets from another.
     for message in ranks(2).run(different_data):
-        assert "The ranks of the pipeline have different batches" in message
+        assert "The ranks of the pipeline loaded different batches" in message
         assert "seed_everything" in message
 
 

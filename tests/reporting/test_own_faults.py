@@ -59,7 +59,7 @@ def test_a_fault_of_the_recorder_is_not_told_as_one_of_the_model(monkeypatch: py
             return torch.relu(x)
 
     monkeypatch.setattr(GraphWriter, "_append", _OF_PACKAGE["looks_up"])
-    with pytest.raises(TraceError, match="lightning_fxpipe has failed by a fault of its own") as caught:
+    with pytest.raises(TraceError, match="Internal error of lightning_fxpipe") as caught:
         trace(Model(), batch())
     assert "test_own_faults.py" in str(caught.value.where)
     assert "KeyError" in str(caught.value.observed)

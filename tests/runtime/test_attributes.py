@@ -188,7 +188,7 @@ def test_tensors_leave_their_graph() -> None:
 
 
 def test_what_cannot_be_sent_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"sets self\.lock to something that the other ranks cannot get"):
+    with pytest.raises(UnsupportedError, match=r"sets self\.lock to a value that cannot be sent to the other ranks"):
         run_on_both(Holder(), Holder(), lambda module: setattr(module, "lock", threading.Lock()))
 
 

@@ -43,5 +43,5 @@ OTHER = [((1.0, 3.0), 3.0), ((1.0, 3.0), 4.0), ((1.0, 3.0), math.nan), ((math.na
 @pytest.mark.parametrize(("losses", "whole"), OTHER)
 def test_a_batch_with_another_loss_than_that_of_its_microbatches_is_refused(losses: tuple[float, ...], whole: float) -> None:
     """Its gradients are those of another loss than the one that is logged."""
-    with pytest.raises(UnsupportedError, match="The loss of this batch is not that of its microbatches"):
+    with pytest.raises(UnsupportedError, match="The loss of this batch does not decompose into the losses of its microbatches"):
         one(*losses).check(whole, losses, torch.float32, STEP)

@@ -111,7 +111,7 @@ def test_a_stage_that_gives_another_tensor_than_planned_is_refused(what: str) ->
     """The next stage receives into a buffer of the planned shape and dtype, and a transport compares neither."""
     setup = setup_of(Gives(OTHER[what]), 4, 2, spec(4, WIDTH, requires_grad=what != "gradient"))
     run = StageRun(setup, [torch.ones(4, WIDTH)], (0,))
-    with pytest.raises(UnsupportedError, match="another tensor than it was set up to send") as caught:
+    with pytest.raises(UnsupportedError, match="a tensor with a different shape, dtype or gradient than expected") as caught:
         run.compute(setup.legs[0], setup.stages[0], 0, (), state=None, training=True)
     assert caught.value.where == "model.layer, model.py:3"
     assert caught.value.observed is not None

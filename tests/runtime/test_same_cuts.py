@@ -27,4 +27,4 @@ def test_a_step_that_can_run_on_one_rank_is_not_refused(monkeypatch: pytest.Monk
         check_same_cuts(assignment, topology)
     with pytest.raises(CannotFollow) as stopped:
         check_same_cuts(assignment, topology, may_run_whole=True)
-    assert "values of buffers" in str(stopped.value.reason)
+    assert "buffer values" in str(stopped.value.reason)

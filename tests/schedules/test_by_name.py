@@ -129,7 +129,7 @@ def test_stages_whose_memory_has_no_order_have_that_of_equal_ones(monkeypatch: p
     def refusing(name: Any, costs: Any, count: int) -> ActionTable:
         asked.append(costs)
         if len(asked) == 1:
-            raise ScheduleError("No order is found")
+            raise ScheduleError("No V-shaped schedule fits")
         return table_of(name, costs, count)
 
     monkeypatch.setattr(by_name, "table_of", refusing)

@@ -57,20 +57,20 @@ def test_the_table_of_a_name_is_placed_as_the_name_is(name: str) -> None:
 
 def test_stages_elsewhere_than_a_pipeline_places_them_are_refused() -> None:
     blocks = ActionTable.from_csv("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n")
-    with pytest.raises(ScheduleError, match="do not lie as those of a pipeline can") as refused:
+    with pytest.raises(ScheduleError, match="Unsupported placement of stages in the schedule table") as refused:
         schedule_of_table(blocks, "blocks.csv")
     assert refused.value.where == "blocks.csv"
     assert refused.value.observed == "line 1: stages 0, 1; line 2: stages 2, 3"
-    assert "round: (0, 2); (1, 3) or in a V: (0, 3); (1, 2)" in str(refused.value.expected)
+    assert "looped: (0, 2); (1, 3) or V-shaped: (0, 3); (1, 2)" in str(refused.value.expected)
     for text in ("0F0,2F0,2B0,0B0\n1F0,1B0\n", "0F0,0B0\n1F0,2F0,2B0,1B0\n"):
-        with pytest.raises(ScheduleError, match="do not lie as those of a pipeline can"):
+        with pytest.raises(ScheduleError, match="Unsupported placement of stages in the schedule table"):
             schedule_of_table(ActionTable.from_csv(text), "uneven")
-    with pytest.raises(ScheduleError, match="do not lie as those of a pipeline can"):
+    with pytest.raises(ScheduleError, match="Unsupported placement of stages in the schedule table"):
         schedule_of_table(ActionTable.of([*ActionTable.from_csv("0F0,0B0").ranks, ()]), "idle")
 
 
 def test_ranks_that_would_wait_for_ever_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="wait for each other for ever") as refused:
+    with pytest.raises(ScheduleError, match="deadlocks: its ranks wait for each other") as refused:
         schedule_of_table(ActionTable.from_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"), "stuck.csv")
     assert refused.value.where == "stuck.csv"
     assert refused.value.observed == "line 1 for 1B0, line 2 for 0F1"
@@ -88,7 +88,7 @@ def test_an_option_is_a_name_a_file_or_a_table(tmp_path: Path) -> None:
         assert found is not None
         assert (found.name, found.table) == (str(given), of_table.table)
     assert [schedule_of(value) for value in ("zb_h7", "", None, 3, [])] == [None] * 5
-    with pytest.raises(ScheduleError, match="Cannot read a table of actions") as refused:
+    with pytest.raises(ScheduleError, match="Cannot read the schedule table") as refused:
         schedule_of(str(tmp_path / "absent.csv"))
     assert refused.value.where == str(tmp_path / "absent.csv")
     assert "No such file" in str(refused.value.observed)
@@ -98,7 +98,7 @@ def test_another_number_of_microbatches_than_the_tables_is_refused() -> None:
     table = ActionTable.from_csv(ODD)
     for count in ("auto", 4):
         assert wanted_schedule(table, count).num_microbatches == 4
-    with pytest.raises(ScheduleError, match="table does not have so many microbatches") as refused:
+    with pytest.raises(ScheduleError, match="differs from the number of microbatches in the schedule table") as refused:
         wanted_schedule(table, 8)
-    assert refused.value.observed == "FxPipeStrategy(num_microbatches=8), and a table for 4"
+    assert refused.value.observed == "FxPipeStrategy(num_microbatches=8) and a table for 4"
     assert wanted_schedule("1f1b", 8) is SCHEDULES["1f1b"]

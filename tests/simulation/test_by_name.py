@@ -66,15 +66,23 @@ def test_a_name_may_be_spelled_as_torch_does() -> None:
 @pytest.mark.parametrize(
     ("num_stages", "options", "message"),
     [
-        (4, {"schedule": "2F1B"}, "There is no such schedule[^*]*did you mean '1f1b'"),
+        (4, {"schedule": "2F1B"}, "The schedule does not exist[^*]*did you mean '1f1b'"),
         (4, {"num_microbatches": 0}, "cannot be simulated without microbatches"),
-        (4, {"stages_per_rank": 2}, "A schedule cannot be made for so many stages[^*]*1f1b for 4 stages, 2 on each rank"),
+        (
+            4,
+            {"stages_per_rank": 2},
+            "The number of stages does not fit the schedule[^*]*1f1b for 4 stages, 2 on each rank",
+        ),
         (5, {"schedule": "looped_bfs", "stages_per_rank": 2}, "looped_bfs for 5 stages"),
         (4, {"schedule": "looped_bfs", "stages_per_rank": 0}, "looped_bfs for 4 stages, 0"),
-        (5, {"schedule": "v_half"}, "two with this one"),
+        (5, {"schedule": "v_half"}, "exactly two with this schedule"),
         (0, {}, "for 0 stages"),
-        (8, {"schedule": "dualpipev"}, "torch's schedule is not made for so many microbatches[^*]*4 microbatches on 4 ranks"),
-        (1, {"schedule": ActionTable.from_csv("0F0,0B0"), "num_microbatches": 2}, "made for another number of microbatches"),
+        (
+            8,
+            {"schedule": "dualpipev"},
+            "torch's schedule does not support this number of microbatches[^*]*4 microbatches on 4 ranks",
+        ),
+        (1, {"schedule": ActionTable.from_csv("0F0,0B0"), "num_microbatches": 2}, "for a different number of microbatches"),
     ],
 )
 def test_what_makes_no_schedule_is_refused(num_stages: int, options: dict[str, Any], message: str) -> None:

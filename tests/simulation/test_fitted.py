@@ -68,7 +68,7 @@ def test_both_orders_keep_to_the_memory() -> None:
         costs, num_microbatches=8, schedule="zero_bubble", memory_bytes=[3.0, 2.5, 2.0], link=Link(latency_seconds=0.1)
     )
     assert all(peak <= limit for peak, limit in zip(found.peak_activation_bytes, (3.0, 2.5, 2.0), strict=True))
-    with pytest.raises(ScheduleError, match="A rank has not enough memory for one microbatch"):
+    with pytest.raises(ScheduleError, match="A rank does not have enough memory for one microbatch"):
         simulate(costs, num_microbatches=8, schedule="zero_bubble", memory_bytes=[0.5] * 3)
 
 

@@ -107,7 +107,7 @@ def test_the_heaviest_of_uneven_stages_decides() -> None:
 
 
 def test_interleaving_needs_rounds_of_equally_many_microbatches() -> None:
-    with pytest.raises(ScheduleError, match="takes its microbatches in rounds"):
+    with pytest.raises(ScheduleError, match="runs microbatches in equal rounds"):
         interleaved(4, 9, stages_per_rank=2)
 
 

@@ -57,7 +57,7 @@ def test_any_costs_give_an_order_that_can_be_run_in_the_memory(
 
 
 def test_memory_in_which_no_order_is_found_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="No order is found for a V of stages in this memory") as refused:
+    with pytest.raises(ScheduleError, match="No V-shaped schedule fits in this memory") as refused:
         zero_bubble_v([UNIT] * 4, 8, memory_bytes=[1e6, 300])
     assert refused.value.observed == "1000000, 300 bytes for the ranks' activations"
     assert refused.value.expected == "more than 400, 400"
@@ -65,5 +65,5 @@ def test_memory_in_which_no_order_is_found_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_stages", "count"), [(3, 8), (8, 7)])
 def test_what_cannot_be_filled_is_refused(num_stages: int, count: int) -> None:
-    with pytest.raises(ScheduleError, match="A V of stages cannot be filled"):
+    with pytest.raises(ScheduleError, match="too few microbatches or stages for a V-shaped schedule"):
         zero_bubble_v([UNIT] * num_stages, count)

@@ -150,17 +150,17 @@ def test_calls_after_a_branch_on_labels_are_pipelined() -> None:
 def test_a_module_that_branches_on_labels_is_cut_into_microbatches(caplog: pytest.LogCaptureFixture) -> None:
     """It is opened, so that each graph has one of its branches; as a whole it had to see the whole batch."""
     planned(InsideTheRegion())
-    assert "as one microbatch" not in caplog.text
+    assert "as a single microbatch" not in caplog.text
 
 
 def test_reads_of_what_the_model_gives_are_compared_on_every_batch_with_one_f_one_b() -> None:
     """A value that only the stages compute is a microbatch's own: that of a later batch would train another loss."""
-    with pytest.raises(UnsupportedError, match="The loss of this batch is not that of its microbatches"):
+    with pytest.raises(UnsupportedError, match="The loss of this batch does not decompose into the losses of its microbatches"):
         fit(ReadsWhatTheModelGives(), num_microbatches=2, schedule="1f1b")
 
 
 def test_a_loss_that_fails_for_a_microbatch_is_none_for_one_f_one_b() -> None:
-    with pytest.raises(UnsupportedError, match="1F1B cannot train this loss") as caught:
+    with pytest.raises(UnsupportedError, match="1F1B does not support this loss") as caught:
         fit(CannotBeSplit(), num_microbatches=4, schedule="1f1b")
     assert "the step fails for a microbatch in " in str(caught.value.observed)
     assert "test_label_reads.py" in str(caught.value.observed)

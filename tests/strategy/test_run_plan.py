@@ -44,14 +44,14 @@ def make(one: RunPlans, module: Any, fn: TrainerFn = TrainerFn.FITTING) -> Parti
 def test_a_given_plan_is_checked() -> None:
     plan = plan_of()
     assert make(plans(plan), LitModel("mlp")) is plan
-    with pytest.raises(PartitionError, match="made for another model"):
+    with pytest.raises(PartitionError, match="made for a different model"):
         make(plans(plan_of("unet")), LitModel("mlp"))
-    with pytest.raises(UnsupportedError, match="cannot be shared out among the devices"):
+    with pytest.raises(UnsupportedError, match="cannot be distributed evenly over the devices"):
         make(plans(plan_of(num_stages=3)), LitModel("mlp"))
-    with pytest.raises(UnsupportedError, match="does not have as many stages as"):
+    with pytest.raises(UnsupportedError, match="does not have the requested number of stages"):
         make(plans(plan, num_stages=4), LitModel("mlp"))
     assert make(plans(plan_of(num_stages=4)), LitModel("mlp")).num_stages == 4
-    with pytest.raises(UnsupportedError, match="batches in another dimension"):
+    with pytest.raises(UnsupportedError, match="a different batch dimension"):
         make(plans(plan, batch_dim=1), LitModel("mlp"))
     assert make(plans(replace(plan, batch_dim=1), batch_dim=1), LitModel("mlp")).batch_dim == 1
 
@@ -61,7 +61,7 @@ def test_memory_that_nobody_knows_is_no_limit_in_silence() -> None:
         counts: dict[str, Any] = {"num_stages": "auto", "stages_per_rank": "auto", "num_microbatches": None}
         return PlanOptions(given=None, batch_dim=0, device_memory_gib=memory, **counts)
 
-    with pytest.raises(UnsupportedError, match="Nobody can say how much memory the devices have left"):
+    with pytest.raises(UnsupportedError, match="The free memory of the devices is unknown"):
         options("auto").memory_of((), 2)
     assert options("auto").memory_of((5, 6), 2) == (5, 6)
     assert options(None).memory_of((), 2) == ()

@@ -83,7 +83,7 @@ def trainer_for(fn: TrainerFn = TrainerFn.FITTING, **options: Any) -> L.Trainer:
 def refusal(trainer: L.Trainer, module: L.LightningModule) -> UnsupportedError:
     with pytest.raises(UnsupportedError) as caught:
         check_trainer(trainer, module)
-    assert caught.value.what == "strategy='fxpipe' cannot run this."
+    assert caught.value.what == "strategy='fxpipe' does not support this configuration."
     return caught.value
 
 
@@ -139,7 +139,7 @@ def test_scalers_of_torch_and_unused_overrides_pass(make: Callable[[], Any]) -> 
 def test_a_plugin_that_replaces_the_module_is_refused() -> None:
     module = LitModel("mlp")
     assert check_converted(module, module) is module
-    with pytest.raises(UnsupportedError, match="precision plugin replaces the LightningModule by another module"):
+    with pytest.raises(UnsupportedError, match="precision plugin replaces the LightningModule with another module"):
         check_converted(nn.Sequential(module), module)
 
 
@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule
         lambda: trainer_for(plugins=[AsyncCheckpointIO()]),
         lambda: LitModel("mlp"),
         "AsyncCheckpointIO",
-        "leave the plugin out",
+        "remove the plugin",
     ),
     "accelerator": (
         other_accelerator,
@@ -253,7 +253,7 @@ def test_all_faults_are_in_one_error() -> None:
     trainer.callbacks += [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")]
     error = refusal(trainer, Measuring("mlp"))
     reasons = [
-        "metrics with a model of their own",
+        "metrics that contain a model",
         "gradient scaler",
         "StochasticWeightAveraging",
         "ModelPruning",
@@ -271,7 +271,7 @@ def test_what_concerns_backward_is_no_fault_without_one(fn: TrainerFn, make: Cal
 
 
 def test_metrics_with_a_model_are_refused_in_evaluation_too_and_others_never() -> None:
-    assert "metrics with a model" in str(refusal(trainer_for(TrainerFn.VALIDATING), Measuring()))
+    assert "metrics that contain a model" in str(refusal(trainer_for(TrainerFn.VALIDATING), Measuring()))
     check_trainer(trainer_for(), Measuring(with_model=False))
 
 
@@ -320,7 +320,7 @@ def test_lazy_layers_that_nothing_has_run_are_refused_by_name() -> None:
     """The plan needs their sizes, also where ``configure_optimizers`` would run them: the dry run ended in torch's error."""
     module = LitModel("mlp")
     module.late = nn.LazyLinear(3)
-    assert "lazy layers without sizes (late.weight, late.bias)" in str(refusal(trainer_for(), module))
+    assert "uninitialised lazy layers (late.weight, late.bias)" in str(refusal(trainer_for(), module))
     module.late(torch.zeros(1, 2))
     check_trainer(trainer_for(), module)
 
@@ -331,7 +331,7 @@ def test_any_number_of_optimizers_passes(count: int) -> None:
 
 
 def test_no_optimizer_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="There is no optimizer"):
+    with pytest.raises(UnsupportedError, match="configure_optimizers returned no optimizer"):
         check_optimizers([], 2)
 
 
@@ -348,7 +348,7 @@ def test_lbfgs_is_one_that_needs_all_parameters_and_the_user_is_told() -> None:
 
     for kind in (torch.optim.LBFGS, Mine):
         optimizers = [sgd(), kind([nn.Parameter(torch.ones(1))])]
-        with pytest.warns(UserWarning, match=f"{kind.__name__} needs all parameters together.*AdamW"):
+        with pytest.warns(UserWarning, match=f"{kind.__name__} needs all parameters at once.*AdamW"):
             assert check_optimizers(optimizers, 2) == optimizers[1:]
         assert check_optimizers(optimizers, 1) == []
 
@@ -366,7 +366,7 @@ def test_an_older_torch_runs_one_process_and_no_more(version: str) -> None:
     check_torch(1, version)
     with pytest.raises(
         UnsupportedError,
-        match=r"(?s)This version of torch cannot run a.*torch 2\..* and 2 devices.*pip install 'torch>=2.13'.*devices=1",
+        match=r"(?s)This version of torch does not support pipelines.*2\..* and 2 devices.*'torch>=2.13'.*devices=1",
     ):
         check_torch(2, version)
 
@@ -378,7 +378,7 @@ def test_the_oldest_torch_runs_stages_of_one_device_one_way() -> None:
         check_order(SCHEDULES["1f1b"], 1, version)
     check_order(SCHEDULES["1f1b"], 2, "2.12.1")
     with pytest.raises(
-        UnsupportedError, match=r"(?s)This version of torch runs several stages.*2\.11.*'1f1b' and 2 stages.*gpipe"
+        UnsupportedError, match=r"(?s)This version of torch supports several stages.*2\.11.*'1f1b' and 2 stages.*gpipe"
     ):
         check_order(SCHEDULES["1f1b"], 2, "2.11.0+cu130")
 
@@ -417,10 +417,10 @@ def test_each_device_has_one_stage_or_as_many_as_the_schedule_wants() -> None:
 @pytest.mark.parametrize("each", [1, 3])
 def test_numbers_of_stages_that_contradict_each_other_are_refused(each: int) -> None:
     with pytest.raises(
-        UnsupportedError, match="num_stages and stages_per_rank do not agree[^*]*num_stages=4 and stages_per_rank="
+        UnsupportedError, match="num_stages and stages_per_rank contradict each other[^*]*num_stages=4 and stages_per_rank="
     ) as caught:
         placed(2, stages=4, each=each)
-    assert caught.value.expected == f"num_stages={2 * each} with so many on each, or fewer for several replicas"
+    assert caught.value.expected == f"num_stages={2 * each} with that many stages per device, or fewer with several replicas"
 
 
 def test_fewer_stages_than_devices_make_replicas() -> None:
@@ -435,7 +435,7 @@ def test_fewer_stages_than_devices_make_replicas() -> None:
 
 @pytest.mark.parametrize(("stages", "devices"), [(3, 4), (3, 2)])
 def test_stages_that_cannot_be_shared_out_are_refused(stages: int, devices: int) -> None:
-    with pytest.raises(UnsupportedError, match="cannot be shared out") as caught:
+    with pytest.raises(UnsupportedError, match="cannot be distributed evenly") as caught:
         placed(devices, stages=stages)
     assert caught.value.observed == f"{stages} stages and {devices} devices"
     assert f"Trainer(devices={stages})" in str(caught.value)
@@ -444,7 +444,7 @@ def test_stages_that_cannot_be_shared_out_are_refused(stages: int, devices: int)
 
 @pytest.mark.parametrize(("schedule", "stages", "wanted"), [("zbv_zero_bubble", 2, 4), ("v_half", 6, 4), ("zb_h1", 4, 2)])
 def test_a_schedule_for_another_number_of_stages_is_refused(schedule: str, stages: int, wanted: int) -> None:
-    with pytest.raises(UnsupportedError, match=f"'{schedule}' is not made for so many stages on each device") as caught:
+    with pytest.raises(UnsupportedError, match=f"'{schedule}' does not support this number of stages per device") as caught:
         placed(2, schedule, stages=stages)
     assert f"num_stages={wanted}" in str(caught.value)
 
@@ -454,18 +454,18 @@ def test_a_table_for_another_number_of_devices_is_refused() -> None:
     found = placement_for(2, schedule, num_stages="auto", stages_per_rank="auto")
     assert found == Placement(num_ranks=2, stages_per_rank=2, is_v=True)
     assert placement_for(4, schedule, num_stages="auto", stages_per_rank="auto") == found  # two replicas
-    with pytest.raises(UnsupportedError, match="The table of actions is made for another number of devices") as caught:
+    with pytest.raises(UnsupportedError, match="The schedule table is for a different number of devices") as caught:
         placement_for(3, schedule, num_stages="auto", stages_per_rank="auto")
     assert (caught.value.where, caught.value.observed) == ("mine.csv", "2 lines and 3 devices")
     assert "Trainer(devices=2)" in str(caught.value)
-    with pytest.raises(UnsupportedError, match="'mine.csv' is not made for so many stages on each device"):
+    with pytest.raises(UnsupportedError, match="'mine.csv' does not support this number of stages per device"):
         placement_for(2, schedule, num_stages=2, stages_per_rank="auto")
 
 
 def test_a_batch_passes_through_and_none_is_refused() -> None:
     batch = object()
     assert check_has_batch(batch) is batch
-    with pytest.raises(UnsupportedError, match="(?s)There is no batch to trace the model with.*no dataloader"):
+    with pytest.raises(UnsupportedError, match="(?s)No batch is available to trace the model.*no dataloader"):
         check_has_batch(None)
 
 
@@ -528,16 +528,16 @@ def test_it_is_said_where_skips_are_passed_on(
     caplog: pytest.LogCaptureFixture, num_ranks: int, with_skips: bool, has_tags: bool, is_said: bool
 ) -> None:
     out = reported(caplog, num_ranks=num_ranks, with_skips=with_skips, has_tags=has_tags)
-    assert ("Sent past stages" in out) == with_skips
-    assert ("passed on by the stages on its way" in out) == is_said
+    assert ("sent past stages" in out) == with_skips
+    assert ("forwarded by the stages in between" in out) == is_said
 
 
 def test_a_plan_for_another_batch_dimension_is_refused() -> None:
     for given, of_plan in ((0, 0), (0, 1), (1, 1)):  # the default goes with any
         check_batch_dim(given, of_plan)
-    with pytest.raises(UnsupportedError, match="batches in another dimension") as caught:
+    with pytest.raises(UnsupportedError, match="a different batch dimension") as caught:
         check_batch_dim(1, 0)
-    assert caught.value.observed == "FxPipeStrategy(batch_dim=1), and a plan with batch_dim=0"
+    assert caught.value.observed == "FxPipeStrategy(batch_dim=1) and a plan with batch_dim=0"
 
 
 @pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
@@ -549,7 +549,7 @@ def test_a_sampler_for_several_replicas_is_refused(where: str) -> None:
         return DataLoader(range(8), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
 
     check_sampler(loader(1), Replicas())
-    with pytest.raises(UnsupportedError, match="gives each process other samples"):
+    with pytest.raises(UnsupportedError, match="yields different samples on each process"):
         check_sampler(loader(2), Replicas())
 
 

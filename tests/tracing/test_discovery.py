@@ -91,7 +91,7 @@ def test_a_gradient_penalty_in_a_step_with_several_calls_is_refused_by_its_name(
         return out + (gradient.norm() - 1).square()
 
     with pytest.raises(
-        UnsupportedError, match="The step needs the gradient of the model's inputs, as a gradient penalty"
+        UnsupportedError, match="The step needs the gradient with respect to the model's inputs, as in a gradient penalty"
     ) as caught:
         found(step)
     assert "test_discovery.py" in str(caught.value)
@@ -114,7 +114,7 @@ def test_a_gradient_through_calls_with_parameters_is_refused(differentiate: Call
         differentiate(module, h, loss)
         return loss  # type: ignore[no-any-return]
 
-    with pytest.raises(UnsupportedError, match="The step computes gradients by itself, of what the stages compute") as caught:
+    with pytest.raises(UnsupportedError, match="The step itself computes gradients through several stages") as caught:
         found(step)
     assert "test_discovery.py" in str(caught.value)
 
@@ -216,7 +216,7 @@ def test_a_tensor_hidden_elsewhere_is_refused() -> None:
 
     module = Lit(step)
     module.hides = Hides(6, 6)
-    with pytest.raises(TraceError, match="uses a tensor that the model has left somewhere during its call"):
+    with pytest.raises(TraceError, match="uses a tensor that the model stored outside its results during its call"):
         next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
 
 
@@ -308,7 +308,7 @@ def test_what_ends_the_region_before_its_time_is_told() -> None:
         return module.decoder(h.chunk(2, 1)[0]).mean()
 
     reason = found(step).ends_because
-    assert re.fullmatch(r".*test_discovery.py:\d+ looks at values of tensors, which may decide what is called after it", reason)
+    assert re.fullmatch(r".*test_discovery.py:\d+ reads values of tensors, which may determine the later calls", reason)
     assert not found(vae).ends_because
 
 
@@ -322,8 +322,8 @@ def test_an_error_that_ends_the_step_is_told_beside_a_look_at_values() -> None:
         raise ValueError("of user code")
 
     look, _, end = found(step).ends_because.partition("; ")
-    assert look.endswith("looks at values of tensors, which may decide what is called after it")
-    assert re.fullmatch(r".*test_discovery.py:\d+ cannot be tried without data \(ValueError: of user code\)", end)
+    assert look.endswith("reads values of tensors, which may determine the later calls")
+    assert re.fullmatch(r".*test_discovery.py:\d+ cannot run on tensors without data \(ValueError: of user code\)", end)
 
 
 class KeepsOnce(Keeps):
@@ -346,7 +346,7 @@ def test_a_number_that_a_submodule_leaves_on_itself_is_refused_where_the_step_re
     """Tensors are handed over; a number stays what it was on the ranks that do not run the submodule."""
     module = Lit(lambda module, x: module.keeps(x).mean() * (1 + module.keeps.penalty))
     module.keeps = KeepsANumber()
-    with pytest.raises(FxPipeError, match="reads what the forward of a submodule sets: keeps.penalty") as raised:
+    with pytest.raises(FxPipeError, match="reads values that the forward of a submodule sets: keeps.penalty") as raised:
         regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
     assert re.fullmatch(r"set at \S+test_discovery.py:\d+", raised.value.where or "")
     module.step = lambda module, x: module.keeps(x).mean()
@@ -362,7 +362,7 @@ def test_a_tensor_that_a_hook_has_taken_from_inside_the_model_is_refused() -> No
     module = Lit(step)
     module.keeps = KeepsOnce()
     module.keeps.layer.register_forward_hook(lambda layer, args, output: stash.append(output))
-    with pytest.raises(TraceError, match="uses a tensor that the model has left somewhere during its call"):
+    with pytest.raises(TraceError, match="uses a tensor that the model stored outside its results during its call"):
         next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
 
 
@@ -395,7 +395,7 @@ def test_what_comes_from_inside_of_a_call_is_no_constant(path: str, use: Callabl
     module = Whole(step)
     module.pair = Pair()
     module.get_submodule(path).register_forward_hook(lambda layer, args, output: kept.update(one=output))
-    with pytest.raises(TraceError, match="uses a tensor that the model has left somewhere during its call"):
+    with pytest.raises(TraceError, match="uses a tensor that the model stored outside its results during its call"):
         next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
 
 

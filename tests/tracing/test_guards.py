@@ -98,7 +98,7 @@ def test_a_value_that_the_dry_run_did_not_show_is_refused_at_the_call() -> None:
     traced.check_current("training_step")
     model[0].temperature = 3.0
     with pytest.raises(
-        UnsupportedError, match="training_step sets what the model reads to something that was not expected"
+        UnsupportedError, match="training_step sets an attribute that the model reads to an unexpected value"
     ) as raised:
         traced.check_current("training_step")
     assert "0.temperature" in str(raised.value.observed)

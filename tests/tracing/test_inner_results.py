@@ -102,7 +102,7 @@ class LooksAtValues(Layer):
 
 
 def test_value_out_of_a_module_that_looks_at_values_is_refused() -> None:
-    with pytest.raises(TraceError, match="out of the recorder's sight|another way than"):
+    with pytest.raises(TraceError, match="not computed during tracing|other than through its result"):
         chain_of(Experts(Layer(), LooksAtValues()), batch(), opened=())
 
 
@@ -120,7 +120,7 @@ class KeepsAFunctionsResult(nn.Module):
 
 
 def test_result_of_a_function_inside_a_whole_module_is_refused() -> None:
-    with pytest.raises(TraceError, match="out of the recorder's sight"):
+    with pytest.raises(TraceError, match="not computed during tracing"):
         chain_of(Experts(KeepsAFunctionsResult()), batch(), opened=())
 
 
@@ -167,7 +167,7 @@ def test_a_module_that_makes_fewer_calls_inside_than_recorded_is_refused() -> No
 
     module = Once()
     with (
-        pytest.raises(UnsupportedError, match="Once makes other calls inside than when it was recorded") as caught,
+        pytest.raises(UnsupportedError, match="Once makes different inner calls than when it was traced") as caught,
         taking(module, [("gate", 0, 0), ("gate", 1, 0)]),
     ):
         module(torch.ones(2, WIDTH))

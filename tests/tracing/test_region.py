@@ -318,7 +318,7 @@ def test_parameters_trained_before_the_region_are_refused() -> None:
             super().__init__(lambda module, batch: module.model(batch * module.scale).sum())
             self.scale = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(UnsupportedError, match="trains something before it calls model") as caught:
+    with pytest.raises(UnsupportedError, match="uses trainable parameters before it calls model") as caught:
         find(Scaled(), batch_of())
     assert "requires a gradient" in str(caught.value)
     assert "training_step" in str(caught.value)
@@ -332,13 +332,13 @@ def test_a_trained_input_inside_a_container_is_refused() -> None:
             return super().forward(inputs["deep"][0])
 
     module.holder = Holder(3, 2)
-    with pytest.raises(UnsupportedError, match="trains something before it calls holder"):
+    with pytest.raises(UnsupportedError, match="uses trainable parameters before it calls holder"):
         find(module, batch_of())
 
 
 def test_an_input_that_requires_a_gradient_of_its_own_is_refused_by_its_name() -> None:
     with pytest.raises(
-        UnsupportedError, match="The step needs the gradient of the model's inputs, as a gradient penalty"
+        UnsupportedError, match="The step needs the gradient with respect to the model's inputs, as in a gradient penalty"
     ) as caught:
         find(Lit(lambda module, batch: module.model(batch.requires_grad_()).sum()), batch_of())
     assert "training_step" in str(caught.value)

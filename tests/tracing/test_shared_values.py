@@ -13,7 +13,7 @@ from lightning_fxpipe.tracing.shared_values import SharedValues
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import WIDTH, batch, call_of
 
-LEFT = "Modules leave a number for others in an object that is theirs together"
+LEFT = "Modules exchange a number through a shared object"
 NUMBERS: list[float] = []
 total = 0.0
 

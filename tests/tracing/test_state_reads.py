@@ -116,7 +116,7 @@ def check_brings_it(model: Blocks) -> None:
 @pytest.mark.parametrize("left", [leaves, leaves_what_follows_from_weights])
 def test_what_a_module_would_have_to_be_opened_for_while_it_changes_others_is_refused(left: Any) -> None:
     """In a step, whose code runs on the last stage, it is not: ``gates_the_next_block`` of the zoo."""
-    with pytest.raises(TraceError, match="The forward of Blocks cannot be recorded as a graph") as raised:
+    with pytest.raises(TraceError, match="The forward of Blocks cannot be traced") as raised:
         recorded(Blocks(left, only_computes, reads))
     assert raised.value.observed == "its forward changes self.blocks.2.left"
 
@@ -144,7 +144,7 @@ def test_tensors_in_a_list_are_refused(opened: list[str]) -> None:
 
     model = nn.ModuleDict({"blocks": nn.Sequential(Block(puts), Block(takes))})
     call = replace(call_of(batch()), path="blocks")
-    with pytest.raises(UnsupportedError, match=r"pass tensors on in a list, a dict or another object\.") as raised:
+    with pytest.raises(UnsupportedError, match=r"exchange tensors through a list, a dict or another object\.") as raised:
         trace_region(model, call, opened=opened)
     assert str(raised.value.where).startswith("blocks.1, ")
     assert skips == []
@@ -159,9 +159,9 @@ def test_a_module_that_leaves_a_tensor_and_cannot_be_opened_is_refused() -> None
     model = Blocks(leaves, only_computes, reads)
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, output: None)
-    with pytest.raises(TraceError, match="The forward of Blocks cannot be recorded as a graph") as raised:
+    with pytest.raises(TraceError, match="The forward of Blocks cannot be traced") as raised:
         recorded(model)
-    assert raised.value.observed == "blocks.2 uses a tensor that blocks.0 has left for it, and that no argument brings"
+    assert raised.value.observed == "blocks.2 uses a tensor that blocks.0 stored for it instead of passing it as an argument"
     assert "test_state_reads.py:" in str(raised.value.where)
 
 
@@ -185,7 +185,7 @@ def test_numbers_that_a_block_leaves_on_itself_are_refused_where_others_read_the
 
     model = Reads(sets, only_computes)
     model.blocks[0].number = 1.0
-    with pytest.raises(FxPipeError, match="reads what the forward of a submodule sets: blocks.0.number") as raised:
+    with pytest.raises(FxPipeError, match="reads values that the forward of a submodule sets: blocks.0.number") as raised:
         recorded(model)
     assert type(raised.value) is FxPipeError  # no other way to run the step is tried: none would be right
 

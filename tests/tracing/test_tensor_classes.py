@@ -54,7 +54,7 @@ def test_a_model_that_names_what_a_class_has_is_refused(layer: type[nn.Module]) 
     """A stage has plain tensors, for which the code takes another path, or fails."""
     root = nn.Sequential(Layer(), layer())
     check_tensor_classes(root, [torch.ones(2, 2)])
-    with pytest.raises(UnsupportedError, match="Code uses what inputs of the model have from the class Labelled") as raised:
+    with pytest.raises(UnsupportedError, match="Code in the model uses members of its inputs' tensor class Labelled") as raised:
         check_tensor_classes(root, {"x": Labelled.of(torch.ones(2, 2), ["a", "b"])})
     assert "test_tensor_classes.py:" in str(raised.value.where)
     assert "as_subclass(torch.Tensor)" in str(raised.value)
@@ -72,7 +72,7 @@ class Step(nn.Module):
 
 
 def test_a_step_that_asks_for_the_class_of_results_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="Code uses what inputs of the model have from the class Labelled"):
+    with pytest.raises(UnsupportedError, match="Code in the model uses members of its inputs' tensor class Labelled"):
         check_tensor_classes(Step(), [Labelled.of(torch.ones(2, 2), ["a", "b"])])
 
 

@@ -48,7 +48,7 @@ def test_submodule_that_looks_at_values_stays_whole_with_a_reason() -> None:
     assert names(traced) == ["embed", "inner"]
     assert traced.opened == ()
     assert list(traced.kept_whole) == ["inner"]
-    assert "looks at a value" in traced.kept_whole["inner"]
+    assert "reads a value" in traced.kept_whole["inner"]
 
 
 def test_submodule_that_looks_at_values_may_stay_unopened() -> None:
@@ -56,10 +56,10 @@ def test_submodule_that_looks_at_values_may_stay_unopened() -> None:
 
 
 def test_called_module_that_looks_at_values_is_refused_with_file_and_line() -> None:
-    with pytest.raises(TraceError, match="forward of Gate cannot be recorded as a graph") as caught:
+    with pytest.raises(TraceError, match="forward of Gate cannot be traced") as caught:
         trace(Gate(), batch())
     assert line_of(Gate.between, "if h.sum() > 0") in (caught.value.where or "")
-    assert "looks at a value" in (caught.value.observed or "")
+    assert "reads a value" in (caught.value.observed or "")
 
 
 def test_error_in_the_called_module_is_shown_with_file_and_line() -> None:
@@ -132,7 +132,7 @@ def test_random_number_of_python_as_a_factor_is_refused() -> None:
         def between(self, h: Tensor) -> Tensor:
             return h * random.random()
 
-    with pytest.raises(TraceError, match="may take another path each time it runs"):
+    with pytest.raises(TraceError, match="may take a different path each time it runs"):
         trace(Noisy(), batch())
 
 
@@ -143,7 +143,7 @@ def test_numbers_from_out_of_sight_are_refused() -> None:
         def between(self, h: Tensor) -> Tensor:
             return h * secrets.randbelow(10**12)
 
-    with pytest.raises(TraceError, match="another path each time"):
+    with pytest.raises(TraceError, match="a different path each time"):
         trace(Noisy(), batch())
 
 
@@ -156,7 +156,7 @@ def test_a_recording_that_was_made_before_is_compared_with_a_new_one() -> None:
 
     model, call = Noisy(), call_of(batch())
     first = trace_region(model, call, opened=(), check=False)
-    with pytest.raises(TraceError, match="another path each time"):
+    with pytest.raises(TraceError, match="a different path each time"):
         trace_region(model, call, opened=(), first=first)
 
 
@@ -272,7 +272,7 @@ def test_results_that_nobody_wants_are_left_out_and_cannot_be_used() -> None:
     assert result["hidden"].tensor.detach() is result["hidden"].tensor  # as Lightning does with whatever a step returns
     with pytest.raises(UnsupportedError, match="Tensor 0 in the result of the module is used"):
         _ = result["hidden"].tensor + 1
-    with pytest.raises(UnsupportedError, match="is used, but it was left on another stage"):
+    with pytest.raises(UnsupportedError, match="is used here, but it is on another stage"):
         _ = result["hidden"].tensor.shape
 
 
@@ -282,7 +282,7 @@ def test_tensor_put_into_an_argument_is_refused() -> None:
             x["hidden"] = self.first(x["x"])
             return self.last(x["hidden"])
 
-    with pytest.raises(TraceError, match="puts a tensor into one of its arguments"):
+    with pytest.raises(TraceError, match="stores a tensor in one of its arguments"):
         trace_region(Net(), RegionCall(path="", args=({"x": batch()},), kwargs={}, batch_size=BATCH))
 
 
@@ -326,7 +326,7 @@ def test_question_about_a_random_number_is_answered_only_where_the_answer_is_alw
     assert "last" in names(traced)
     (check,) = [node for node in traced.graph.nodes if node.meta.get("checks")]
     check.target(torch.tensor(False))
-    with pytest.raises(UnsupportedError, match="The model would take another path than the one that was traced") as caught:
+    with pytest.raises(UnsupportedError, match="The model would take a different path than when it was traced") as caught:
         check.target(torch.tensor(True))
     assert caught.value.where == line_of(Drop.forward, "torch.rand")
     model = Drop()
@@ -366,15 +366,17 @@ def test_a_function_that_holds_a_tensor_is_no_argument_that_can_be_recorded() ->
             return self.last(scale(self.first(x)))
 
     factor = torch.ones(1)
-    with pytest.raises(TraceError, match="has an argument that cannot be recorded") as caught:
+    with pytest.raises(TraceError, match="has an argument that cannot be traced") as caught:
         trace(Net(), batch(), lambda x: x * factor)
-    assert "holds a tensor of the code around it" in str(caught.value.observed)
-    assert "Pass the tensors as arguments of their own" in str(caught.value.todo)
+    assert "captures a tensor from the enclosing code" in str(caught.value.observed)
+    assert "Pass the tensors as separate arguments" in str(caught.value.todo)
 
 
 def test_an_object_with_another_number_of_tensors_than_recorded_is_refused() -> None:
     take = tensor_of(0, 1)
     assert torch.equal(take(Opaque(torch.ones(1))), torch.ones(1))
-    with pytest.raises(UnsupportedError, match="A Opaque holds other tensors than when the model was traced") as caught:
+    with pytest.raises(
+        UnsupportedError, match="A Opaque holds a different number of tensors than when the model was traced"
+    ) as caught:
         take(Opaque([torch.ones(1), torch.ones(1)]))  # type: ignore[arg-type]
     assert (caught.value.observed, caught.value.expected) == ("2 tensors", "1 tensors")

@@ -78,7 +78,7 @@ def test_the_code_sees_what_the_inputs_give(name: str) -> None:
 
 def test_a_module_inside_stays_whole_where_no_cut_must_fall_into_it() -> None:
     traced = trace_region(Around(Looks(LOOKS["int"])), call_of(1, 2, 3), opened=("inner",), answers_looks=False)
-    assert traced.kept_whole["inner"].startswith("its Python looks at values that follow from the inputs, ")
+    assert traced.kept_whole["inner"].startswith("its Python reads values that depend on the inputs, ")
     assert "test_value_looks.py:" in traced.kept_whole["inner"]
     assert not traced.looks
 

@@ -41,7 +41,7 @@ class Wrong:
 
 
 # The verdicts that differ from "equal to one device", by case, or by case and number of microbatches.
-NO_SUM_OF_MICROBATCHES = Refused("1F1B cannot train this loss", late=True)
+NO_SUM_OF_MICROBATCHES = Refused("1F1B does not support this loss", late=True)
 OWN_DRAWS = Wrong("with several microbatches each stage draws its own dropout, as docs/explanation/tracing.md says")
 EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     # one call
@@ -56,11 +56,13 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     "contrastive_interleaved": NO_SUM_OF_MICROBATCHES,
     "mean_over_tokens_interleaved": NO_SUM_OF_MICROBATCHES,
     # leftovers
-    "divides_by_a_count": Refused("training_step reads what the forward of a submodule sets: model.blocks.0.num_positive"),
-    "tells_blocks": Refused("an object that is theirs together: self.shared['place']"),
-    "counts_layers": Refused("an object that is theirs together: self.shared['depth']"),
-    "logs_a_total": Refused("an object that is theirs together: type(self).block.totals['positive']"),
-    "logs_numbers_of_hooks": Refused("an object that is theirs together: self.norms"),
+    "divides_by_a_count": Refused(
+        "training_step reads values that the forward of a submodule sets: model.blocks.0.num_positive"
+    ),
+    "tells_blocks": Refused("a shared object: self.shared['place']"),
+    "counts_layers": Refused("a shared object: self.shared['depth']"),
+    "logs_a_total": Refused("a shared object: type(self).block.totals['positive']"),
+    "logs_numbers_of_hooks": Refused("a shared object: self.norms"),
     # models
 }
 
@@ -160,7 +162,7 @@ def test_equal_or_refused(ranks: Ranks, request: pytest.FixtureRequest, name: st
             assert verdict.words in refusal
         return
     assert not refusals, refusals[0]
-    whole = [text.split()[1] for result in results for text in result["said"] if "cannot run in stages" in text]
+    whole = [text.split()[1] for result in results for text in result["said"] if "cannot be pipelined" in text]
     assert list(dict.fromkeys(whole)) == WHOLE.get(name, [])  # each run says it
     assert_equal_to_one_device(results, expected)
     traces = CASES[name].traces
