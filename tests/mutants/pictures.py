@@ -46,8 +46,8 @@ MUTANTS = [
     ),
     Mutant(
         "cli/plan.py",
-        "                split_points=options.split_points,\n",
-        "",
+        "simulate_plan(work.model, work.batch, device=_device(work), **options)",
+        'simulate_plan(work.model, work.batch, device=_device(work), **(options | {"split_points": ()}))',
         ("cli/test_main.py::test_a_page_has_the_cuts_that_are_asked_for",),
         "the page of a plan shows other cuts than the plan",
     ),

@@ -71,10 +71,24 @@ MUTANTS = [
     ),
     Mutant(
         "tracing/held_numbers.py",
-        "                    found.computed[place.guard] = number\n",
-        "                    pass\n",
+        "                found.computed[place.guard] = symbol_for(place, value)\n",
+        "                pass\n",
         ("strategy/test_set_before_call.py::test_a_counter_that_recorded_code_reads_is_an_input",),
         "a counter that recorded code reads keeps the value of the recording",
+    ),
+    Mutant(
+        "runtime/replay.py",
+        "        self.other_numbers.append(place)\n",
+        "",
+        ("strategy/test_set_before_call.py::test_a_number_handed_from_call_to_call_is_an_input",),
+        "a number that a step hands from call to call keeps the value of the recording",
+    ),
+    Mutant(
+        "runtime/stage_traces.py",
+        "is_same and not replay.has_set_between and traced",
+        "is_same and traced",
+        ("strategy/test_set_before_call.py::test_what_the_step_sets_between_its_calls_counts_in_the_next",),
+        "what a step begins to set between its calls later in the run is one step late",
     ),
     Mutant(
         "runtime/one_f_one_b.py",

@@ -115,10 +115,24 @@ MUTANTS = [
     ),
     Mutant(
         _GUARDS,
-        "        if key not in guards:  # what it was when it was read first\n",
-        "        if True:\n",
+        "        if key not in guards and key not in read_after_set:  # what it was when it was read first\n",
+        "        if key not in read_after_set:\n",
         (f"{_TEST_GUARDS}::test_what_is_compared_is_the_value_that_was_read_first",),
         "what the code has read before it changed it is not compared",
+    ),
+    Mutant(
+        "tracing/set_between.py",
+        "        is_compared = is_compared or self._is_written or bool(self._set)\n",
+        "",
+        ("strategy/test_set_before_call.py::test_what_a_forward_sets_for_its_submodules_counts",),
+        "a stage has what was there before a forward has set it",
+    ),
+    Mutant(
+        "tracing/shared_values.py",
+        "                if at_path(roots, place) is not given:\n",
+        "                if False:\n",
+        ("strategy/test_set_before_call.py::test_a_forward_that_sets_an_object_of_several_modules_is_refused",),
+        "a number that a forward sets to the same in every call is taken for one that is set once",
     ),
     Mutant(
         _GUARDS,
