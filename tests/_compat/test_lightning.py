@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -449,3 +450,19 @@ def test_optimizers_are_counted_in_whatever_form_they_are_configured() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(one, 1)
     forms = [one, [one, one], ([one], [schedule]), {"optimizer": one, "lr_scheduler": schedule}]
     assert [_compat_lightning.num_optimizers(form) for form in forms] == [(1, 0), (2, 0), (1, 1), (1, 1)]
+
+
+@pytest.mark.filterwarnings("always")
+def test_deprecations_of_lightnings_own_code_are_ignored() -> None:
+    from lightning.pytorch.utilities._pytree import _map_and_unflatten, _tree_flatten
+
+    def warned() -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            leaves, spec = _tree_flatten([torch.ones(1), {"length": 2}])
+            _map_and_unflatten(lambda leaf: leaf, leaves, spec)
+        return [str(warning.message) for warning in seen]
+
+    with warnings.catch_warnings():
+        assert all("is deprecated" in message for message in warned())
+        _compat_lightning.silence_lightning()
+        assert warned() == []

@@ -172,7 +172,7 @@ def test_a_value_without_a_checksum_is_none_of_the_folder(whole: Path, tmp_path:
     checksums = json.loads((path / "checksums.json").read_text())
     del checksums["values"]["model.model.0.weight"]
     (path / "checksums.json").write_text(json.dumps(checksums))
-    with pytest.raises(FxPipeError, match="written was none"):
+    with pytest.raises(FxPipeError, match="none was saved"):
         read(path)
 
 

@@ -415,7 +415,7 @@ def test_locations_are_paths_and_urls(tmp_path: Path) -> None:
 
 def test_memory_is_refused_for_several_ranks_only() -> None:
     check_seen_by_all(Location.of("memory://x"), 1)
-    with pytest.raises(UnsupportedError, match="memory of one process"):
+    with pytest.raises(UnsupportedError, match="visible to one process only"):
         check_seen_by_all(Location.of("memory://x"), 2)
 
 

@@ -310,7 +310,7 @@ def test_caption_says_what_the_stages_do_not() -> None:
     assert "Included in these sizes, sent past stages that do not use it: 512 B from stage 0 to 2 (1 tensor)" in text
     assert "Recomputed in each stage that uses them instead of sent: values of model.mask" in text
     assert "Split modules: model.body" in text
-    assert "Kept whole: model.gate (it looks at values)" in text
+    assert "Not split: model.gate (it looks at values)" in text
     assert "Outside the pipeline, on the last stage (rank 0): criterion (" in text
     assert " % of the model): the step uses them after the pipelined calls or not at all" in text
     assert "Before the pipeline, replicated on every rank: frozen (" in text

@@ -174,7 +174,7 @@ def test_module_with_hooks_is_not_opened_and_the_plan_says_why() -> None:
     plan = make_plan(model, torch.randn(BATCH, 4), num_stages=2)
     assert plan.opened == ("heavy",)
     assert plan.kept_whole == {"heavy.1": "hooks run around its forward"}
-    assert "Kept whole: heavy.1 (hooks run around its forward)" in str(plan)
+    assert "Not split: heavy.1 (hooks run around its forward)" in str(plan)
 
 
 # --------------------------------------------------------------------------------------------------------- boundaries

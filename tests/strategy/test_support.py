@@ -157,7 +157,7 @@ def saves_into_memory() -> L.Trainer:
 
 REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule], str, str]] = {
     # what: (trainer, module, words of the reason, words of the way out)
-    "torchmetrics": (trainer_for, Measuring, "(group.fit, group.fit.accuracy)", "does not hold"),
+    "torchmetrics": (trainer_for, Measuring, "(group.fit, group.fit.accuracy)", "a model outside the LightningModule"),
     "scaler": (with_scaler, lambda: LitModel("mlp"), "gradient scaler of type object", "torch.amp.GradScaler"),
     "transformer engine": (
         with_plugin(lambda: object.__new__(TransformerEnginePrecision)),

@@ -180,7 +180,7 @@ def test_other_memory_under_a_parameter_is_found_after_the_step() -> None:
         names = parameters_by_name(module)
         check_same_parameters(module, names)
         change(module)
-        with pytest.raises(ParameterMisuse, match=r"(?s)The step changes a parameter.*model\.bias has other memory.*hook"):
+        with pytest.raises(ParameterMisuse, match=r"(?s)The step changes a parameter.*model\.bias has different memory.*hook"):
             check_same_parameters(module, names)
 
 
