@@ -89,7 +89,7 @@ def run_in_stages(free_bytes: int | None) -> dict[str, Any]:
         lightning_fxpipe.runtime.whole_step.memory_for_rank = original
 
 
-@pytest.mark.parametrize(("free_bytes", "said"), [(None, "rank alone"), (100, "does not have enough memory")])
+@pytest.mark.parametrize(("free_bytes", "said"), [(None, "rank only"), (100, "does not have enough memory")])
 def test_generated_tokens_are_those_of_one_device(ranks: Ranks, free_bytes: int | None, said: str) -> None:
     expected = run()
     first, other = ranks(2).run(run_in_stages, free_bytes)

@@ -85,8 +85,8 @@ def refusal(options: dict[str, Any]) -> str:
     ("options", "told"),
     [
         ({"device_memory_gib": [1, 1e-6]}, "No partition into 2 stages fits in the devices' memory"),
-        ({"device_memory_gib": 1e-6, "balance": "seconds"}, "fits in the memory"),
-        ({"device_memory_gib": [1, 1, 1]}, "3 of 2"),
+        ({"device_memory_gib": 1e-6, "balance": "seconds"}, "fits in memory"),
+        ({"device_memory_gib": [1, 1, 1]}, "3 entries for 2"),
         ({"device_speeds": [1]}, "The number of entries in device_speeds differs from the number of devices"),
         ({"stage_of": {"absent": 0}}, "A pattern in stage_of matches no module"),
         ({"stage_of": {"*": 0}}, "stages assigned by stage_of are impossible"),
