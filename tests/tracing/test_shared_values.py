@@ -213,7 +213,7 @@ def test_a_number_that_a_module_leaves_for_another_is_refused(does: Any, name: s
     with pytest.raises(FxPipeError, match=f"{LEFT}: {name}".replace("[", r"\[")) as raised:
         recorded(model)
     assert "changed by blocks.0" in str(raised.value)
-    assert "known to " in str(raised.value)
+    assert "accessible to " in str(raised.value)
     assert not total
     assert not Block.calls
     assert vars(model.shared) == vars(Shared())
@@ -224,12 +224,12 @@ def test_a_number_that_modules_leave_for_the_code_around_them_is_refused() -> No
     for kind in (ReadsTheDict, GivesTheNumber):
         with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
             recorded(kind(counts, only_computes))
-        assert "changed by blocks.0; known to blocks.1, shared" in str(raised.value)
+        assert "changed by blocks.0; accessible to blocks.1, shared" in str(raised.value)
         with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name"):
             recorded(kind(only_computes, counts))
     with pytest.raises(FxPipeError, match=f"{LEFT}: {__name__}.NUMBERS") as raised:
         recorded(NamesAGlobal(adds_to_a_global_list, only_computes))
-    assert "known to the code around them" in str(raised.value)
+    assert "accessible to the code around them" in str(raised.value)
     assert NUMBERS == []
 
 
