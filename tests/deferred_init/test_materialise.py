@@ -107,7 +107,7 @@ def test_attributes_get_their_data_in_place() -> None:
     ("module", "named"),
     [
         (lambda: nn.ParameterList([nn.Parameter(torch.randn(3))]), "0 (no module method"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), Attributes()), "1.table (no method"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), Attributes()), "1.table (no module method"),
     ],
 )
 def test_what_nobody_initialises_is_named(module: Any, named: str) -> None:

@@ -188,7 +188,7 @@ def test_a_rank_that_does_not_come_ends_the_setup_in_time_on_all(closing: ExitSt
         gather(None)
         gather(False)
 
-    with pytest.warns(UserWarning, match=r"ranks \[0, 2\] have no connection"):
+    with pytest.warns(UserWarning, match=r"Ranks \[0, 2\] could not connect"):
         assert connected(closing, come, others={2: stay_away}) == [None, None, None]
     over.set()
 

@@ -28,7 +28,7 @@ from tests.lit import LitModel
 from tests.models import make_samples
 from tests.pictures.examples import plan_of, timeline
 
-DOCS = Path(__file__).parents[2] / "docs" / "replicas.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "replicas.md"
 WIDTH = 64
 LAYER_BYTES = WIDTH * WIDTH * 4
 SLOW = Device(flops_per_second=1e9, bytes_per_second=1e9)

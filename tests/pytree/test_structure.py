@@ -103,7 +103,7 @@ def test_modules_and_functions_are_shared_not_copied() -> None:
 
 def test_function_that_holds_a_tensor_cannot_be_filled() -> None:
     held = X * 2
-    with pytest.raises(NotFillable, match="holds a tensor"):
+    with pytest.raises(NotFillable, match="captures a tensor"):
         Template.of({"function": lambda x: x + held})
 
 

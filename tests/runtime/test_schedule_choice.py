@@ -84,7 +84,7 @@ def test_auto_does_not_look_again_where_memory_does() -> None:
 def test_auto_takes_it_where_activations_take_much_of_what_is_left() -> None:
     decision = Decision("auto")
     assert decision.by(FITS, saved_bytes=126).is_on
-    assert "schedule '1f1b'" in decision.said[0]
+    assert 'selected "1f1b"' in decision.said[0]
 
 
 def test_gradients_and_optimizer_states_are_still_to_come() -> None:

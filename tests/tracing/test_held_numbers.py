@@ -94,7 +94,7 @@ def test_what_is_made_of_a_number_follows_from_it(name: str) -> None:
 def test_a_number_is_no_input_if_its_value_is_read_from_a_tensor_made_of_it() -> None:
     """A fake knows the value of what ``torch.tensor`` makes, and would give it to the code for good."""
     model, call = Uses(lambda p, h: h * torch.tensor(p).item(), 0.5), call_of(torch.ones(2, 3))
-    with pytest.raises(TraceError, match="cannot be recorded"):
+    with pytest.raises(TraceError, match="cannot be traced"):
         trace_region(model, replace(call, numbers=(NumberPlace(("", "value")),)))
 
 

@@ -124,5 +124,5 @@ def test_too_few_stages_are_explained_by_what_stays_whole() -> None:
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             return self.model(x)
 
-    with pytest.raises((PartitionError, TraceError), match=r"kept whole: model \(its forward changes self.hidden"):
+    with pytest.raises((PartitionError, TraceError), match=r"not split: model \(its forward changes self.hidden"):
         make_plan(Calls(), call_of(1, 2, 3).args, num_stages=4)

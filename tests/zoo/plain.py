@@ -553,5 +553,5 @@ ENTRIES = [
     entry("object_input", ObjectInput, mapped),
     entry("mixed_inputs", Mixed, mixed, loss=both),
     entry("checked_inputs", CheckedInputs),
-    entry("counts_its_calls", CountsItsCalls, refused="cannot be recorded", why="its forward assigns to an attribute"),
+    entry("counts_its_calls", CountsItsCalls, refused="cannot be traced", why="its forward assigns to an attribute"),
 ]

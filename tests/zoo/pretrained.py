@@ -234,7 +234,7 @@ ENCODERS = [
     pretrained("albert", padded_text, "AlbertForMaskedLM", **HEADS, embedding_size=12),
     pretrained(
         "deberta_v2_classifier", classified_text, "DebertaV2ForSequenceClassification", **HEADS,
-        entry={"refused": "cannot be recorded", "why": "its forward counts the labels that are not negative"},
+        entry={"refused": "cannot be traced", "why": "its forward counts the labels that are not negative"},
     ),
     pretrained(
         "deberta_v2", padded_text, "DebertaV2ForMaskedLM", entry={"retraced": True}, **HEADS, relative_attention=True,
