@@ -84,7 +84,7 @@ def test_a_rank_that_decides_later_answers_then(decisions: list[Decisions]) -> N
 
     later = [lambda gather, r=rank: decide(decisions[r], records=False, waits_for=recording) for rank in (1, 2)]
     found = ThreadRanks(WORLD).run([first, *later])
-    assert "rank 1, 2 has a graph" in found[0]
+    assert "rank 1, 2 has a matching trace" in found[0]
     assert found[1:] == ["", ""]
 
 
