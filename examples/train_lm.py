@@ -30,7 +30,7 @@ class BaselineCLI(LightningCLI):
             return
         rank_zero_info(
             f"Trained {self.trainer.global_step} steps with {type(self.trainer.strategy).__name__} "
-            f"on {self.trainer.num_devices} devices in {time.monotonic() - self.start:.0f} s, planning included."
+            f"on {self.config[self.subcommand].trainer.devices} devices in {time.monotonic() - self.start:.0f} s, planning included."
         )
         val_loss = float(self.trainer.callback_metrics["val_loss"])
         rank_zero_info(

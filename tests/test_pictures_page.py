@@ -31,7 +31,7 @@ def test_the_command_saves_its_three_files(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert command_line.main(shlex.split(blocks("bash")[0])[1:]) == 0
-    assert capsys.readouterr().out.endswith("\n\nSaved to step.html\nSaved to step.png\nSaved to step.json\n")
+    assert capsys.readouterr().err.endswith("Saved to step.html\nSaved to step.png\nSaved to step.json\n")
     assert {path.name for path in tmp_path.iterdir()} == {"examples", "step.html", "step.png", "step.json"}
 
 

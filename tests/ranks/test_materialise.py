@@ -174,7 +174,7 @@ def refused(name: str, context: str) -> str:
 
 def test_what_nobody_can_initialise_is_refused_by_name_before_the_first_step(ranks: Ranks) -> None:
     for message in ranks(2).run(refused, "Unaided", "meta"):
-        assert "model.1.scale (no method" in message
+        assert "model.1.scale (no module method" in message
         assert "model.1.unsaved" in message
     for message in ranks(2).run(refused, "Special", "meta"):
         assert "model.1.0.weight (its module's constructor does more" in message
