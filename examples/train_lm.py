@@ -28,9 +28,10 @@ class BaselineCLI(LightningCLI):
         if "val_loss" not in self.trainer.callback_metrics:  # max_steps ended the run before, or limit_val_batches is 0
             rank_zero_info("No validation has run to its end, so there is no loss to compare with the bigram baseline.")
             return
+        devices = self.config[self.subcommand].trainer.devices
         rank_zero_info(
-            f"Trained {self.trainer.global_step} steps with {type(self.trainer.strategy).__name__} "
-            f"on {self.config[self.subcommand].trainer.devices} devices in {time.monotonic() - self.start:.0f} s, planning included."
+            f"Trained {self.trainer.global_step} steps with {type(self.trainer.strategy).__name__} on {devices} devices "
+            f"in {time.monotonic() - self.start:.0f} s, planning included."
         )
         val_loss = float(self.trainer.callback_metrics["val_loss"])
         rank_zero_info(
