@@ -106,7 +106,7 @@ def test_a_module_or_callback_of_the_other_package_is_refused() -> None:
     with pytest.raises(
         UnsupportedError,
         match=r"(?s)The run mixes `lightning` and `pytorch_lightning`.*"
-        r"a Trainer of pytorch_lightning, and EarlyStopping of lightning.*lightning_fxpipe\.pl",
+        r"a Trainer of pytorch_lightning and EarlyStopping of lightning.*lightning_fxpipe\.pl",
     ):
         check_one_root(trainer, pytorch_lightning.LightningModule())  # type: ignore[arg-type]
 

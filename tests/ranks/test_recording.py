@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-import lightning_fxpipe.strategy.support
+import lightning_fxpipe.strategy.plan_report
 from lightning_fxpipe import FxPipeStrategy, Recording, UnsupportedError, read_recording
 from lightning_fxpipe.distributed.topology import make_topology
 from lightning_fxpipe.recording import alignment
@@ -69,15 +69,15 @@ def actions_of(spans: tuple[Span, ...]) -> list[Span]:
 def record_replicas(folder: str) -> dict[str, Any]:
     """Runs on every rank: two replicas of two stages; what is said of them, and what they are."""
     told: list[str] = []
-    original = lightning_fxpipe.strategy.support.inform
-    lightning_fxpipe.strategy.support.inform = told.append
+    original = lightning_fxpipe.strategy.plan_report.inform
+    lightning_fxpipe.strategy.plan_report.inform = told.append
     strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="1f1b", record=Recording(folder, 1, 2))
     look = Gradients()
     trainer = make_trainer(max_epochs=1, strategy=strategy, devices=4, callbacks=[look])
     try:
         trainer.fit(LitModel("gpt"), make_loader("gpt"))
     finally:
-        lightning_fxpipe.strategy.support.inform = original
+        lightning_fxpipe.strategy.plan_report.inform = original
     topology = strategy.topology
     return {
         "told": told,
