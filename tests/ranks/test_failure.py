@@ -104,6 +104,7 @@ def check(cases: Sequence[Case], *, must_be_reached: bool, limit_seconds: float)
     assert not wrong, f"{len(wrong)} of {len(cases)} faults:\n" + "\n".join(wrong)
 
 
+@pytest.mark.timeout(900)  # each case starts processes of its own
 @pytest.mark.parametrize(
     "cases", [CASES, REPLICAS, pytest.param(FURTHER_CASES, marks=pytest.mark.slow)], ids=["common", "replicas", "further"]
 )
