@@ -29,6 +29,14 @@ _WITH_RANKS = (
     "tests/test_readme.py",
 )
 
+# Those among them that start processes of their own.
+_WITH_OWN_RANKS = (
+    "tests/ranks/test_failure.py",
+    "tests/ranks/test_kills.py",
+    "tests/launch/test_launching.py",
+    "tests/test_readme.py",
+)
+
 # Stages of one process whose microbatches go forward and backward by turns (support.check_order).
 _BY_TURNS = ("tests/schedules/test_split_backward.py", "tests/_compat/test_pipelining.py")
 
@@ -150,7 +158,8 @@ class _RanksApart(LoadScopeScheduling):
     """One worker has all tests that start ranks, the others share the rest."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if nodeid.startswith(_WITH_RANKS) else nodeid.partition("::")[0]
+        is_apart = nodeid.startswith(_WITH_RANKS) and not nodeid.startswith(_WITH_OWN_RANKS)
+        return "ranks" if is_apart else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

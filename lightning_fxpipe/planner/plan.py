@@ -393,7 +393,7 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         if len(stages := plan.stages_of(fqn)) > 1
     ]
     if copies:
-        yield f"Shared by several stages and counted in each: {_shorten(copies)}"
+        yield f"Shared by stages, counted in each: {_shorten(copies)}"
     if plan.checkpointed_modules:
         yield f"Activation checkpointing: {_shorten(plan.checkpointed_modules)}"
     if plan.opened:

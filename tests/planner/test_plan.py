@@ -306,7 +306,7 @@ def test_caption_says_what_the_stages_do_not() -> None:
     text = " ".join(str(PLAN).split())
     assert text.startswith("Pipeline of model ")
     assert "1 K parameters in 3 stages; bytes are for one microbatch of 8 samples" in text
-    assert "Shared by several stages and counted in each: tied.weight (400) in 0 and 2" in text
+    assert "Shared by stages, counted in each: tied.weight (400) in 0 and 2" in text
     assert "Included in these sizes, sent past stages that do not use it: 512 B from stage 0 to 2 (1 tensor)" in text
     assert "Recomputed in each stage that uses them instead of sent: values of model.mask" in text
     assert "Split modules: model.body" in text
