@@ -29,6 +29,7 @@ from step_time import (
     Work,
     loss_of,
     make_batches,
+    make_callback,
     make_model,
     make_optimizer,
     run_fxpipe,
@@ -68,10 +69,6 @@ def run_lightning(work: Work, clock: Clock, strategy: Any, *, shards: bool = Fal
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.parameters())
 
-    class Report(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            clock.step_done(outputs["loss"])
-
     data = TensorDataset(make_batches(work).flatten(0, 1))
     # Every other sample: the ranks together have the samples of a batch.
     sampler = DistributedSampler(data, num_replicas=2, rank=int(os.environ["RANK"]), shuffle=False)
@@ -84,7 +81,7 @@ def run_lightning(work: Work, clock: Clock, strategy: Any, *, shards: bool = Fal
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Report()],
+        callbacks=[make_callback(clock)],
     )
     trainer.fit(LitGPT(), DataLoader(data, batch_size=work.batch_size // 2, sampler=sampler))
 

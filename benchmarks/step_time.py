@@ -226,6 +226,17 @@ def make_optimizer(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=3e-4)
 
 
+def make_callback(clock: Clock) -> Any:
+    """A callback that notes the end of each step."""
+    import lightning as L
+
+    class Report(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            clock.step_done(outputs["loss"])
+
+    return Report()
+
+
 def make_trainer(work: Work, callback: Any, **options: Any) -> Any:
     """A Trainer with a pipeline of the work's stages, that does nothing but train and call the callback; ``options`` are the
     strategy's, and override those of the work."""
@@ -346,11 +357,7 @@ def run_fxpipe(work: Work, clock: Clock, **options: Any) -> Any:
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.parameters())
 
-    class Report(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            clock.step_done(outputs["loss"])
-
-    trainer = make_trainer(work, Report(), **options)
+    trainer = make_trainer(work, make_callback(clock), **options)
     batches = make_batches(work)
     trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
     return trainer.strategy

@@ -69,7 +69,7 @@ class Conversion:
     has_numbers: bool
 
     def report(self, path: Path) -> str:
-        """What a user reads after a conversion to ``path``."""
+        """Returns the message about a conversion to ``path``."""
         lines = [f"Converted a {self.source.value} to {path} ({self.target.value})"]
         if self.left_out:
             lines.append(f"Left out, because the format stores weights only: {', '.join(self.left_out)}")

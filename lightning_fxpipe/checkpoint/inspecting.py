@@ -222,7 +222,7 @@ def _short(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a value."""
+    """Converts a value to plain JSON data."""
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     is_plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))

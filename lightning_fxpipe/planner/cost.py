@@ -86,7 +86,7 @@ class Chain:
         return Repeat(self.traced, self.num_samples)
 
     def of_samples(self, num_samples: int) -> Chain | None:
-        """The same calls for a microbatch of another size, without another trace; None if the graph does not admit it."""
+        """Returns the chain for a microbatch of another size, without another trace; None if the graph does not admit it."""
         sized = replace(self, num_samples=num_samples)
         if not sized.repeat.is_possible:
             return None

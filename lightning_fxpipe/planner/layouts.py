@@ -218,7 +218,7 @@ def compare_layouts(
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What is the same for all layouts; see :func:`compare_layouts`.
+    """Options that all layouts share; see :func:`compare_layouts`.
 
     Attributes:
         balances: Those to try, one after the other, until something fits.
@@ -242,7 +242,7 @@ class _Options:
     num_stages: int | None
 
     def schedules_on(self, num_ranks: int) -> tuple[SimulatedSchedule, ...]:
-        """Those for the number of stages; on one device several stages gain nothing, as only the memory differs."""
+        """Schedules that are possible with the number of stages. On one device several stages only change the memory."""
         if self.num_stages is not None:
             return tuple(name for name in self.schedules if self.stages_on(name, num_ranks) * num_ranks == self.num_stages)
         one_each = tuple(name for name in self.schedules if self.stages_on(name, num_ranks) == 1)
@@ -253,7 +253,7 @@ class _Options:
         return len(stages_of_ranks(schedule, num_ranks)[0])
 
     def rule(self, num_ranks: int, schedule: SimulatedSchedule, num_microbatches: int, balance: LayoutBalanceName) -> CutRule:
-        """Where the cuts of a layout fall."""
+        """Returns the rule by which a layout is cut."""
         kept = self.optimizer_bytes_per_byte / (self.num_devices // num_ranks if self.shares_out else 1)
         return make_rule(
             num_stages=num_ranks * self.stages_on(schedule, num_ranks),

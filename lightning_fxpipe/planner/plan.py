@@ -21,7 +21,7 @@ from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.reporting.table import WIDTH, human_bytes, human_count, render_table
 
 _MAKE_AGAIN = "Pass the path of a plan, or create one with `fxpipe plan`."
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 # A stage with so many times the mean of the parameters is heavy.
 _HEAVY = 2
 _UNBROKEN = "\N{NO-BREAK SPACE}"

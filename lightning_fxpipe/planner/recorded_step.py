@@ -55,7 +55,7 @@ class SizedStep:
 
     @cached_property
     def costs(self) -> tuple[UnitCosts, ...]:
-        """Of the chain's units."""
+        """Costs of the chain's units."""
         return unit_costs(self.chain)
 
     def simulate(

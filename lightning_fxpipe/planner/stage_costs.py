@@ -1,4 +1,4 @@
-"""What stages take on a device that is described by a few numbers, from what their units compute."""
+"""Seconds and bytes of stages on a device that is described by a few numbers, from the operators of their units."""
 
 from __future__ import annotations
 

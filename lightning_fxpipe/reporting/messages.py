@@ -79,7 +79,7 @@ def telling(what: str, *, after_seconds: float = _LONG_SECONDS, total: int | Non
     Args:
         what: It, as in ``"Tracing the training step"``.
         after_seconds: Nothing is said of what is over before; 0 says it in any case.
-        total: Number of calls of :func:`went_on` in the block, for the bar; None if nobody knows.
+        total: Number of calls of :func:`went_on` in the block, for the bar; None if it is unknown.
     """
     begin = time.perf_counter()
     timer = threading.Timer(after_seconds, inform, [f"{what} …"])

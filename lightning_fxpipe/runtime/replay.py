@@ -196,8 +196,6 @@ class Replay(StepMode):
         self._record = traced.record
         self._held, self._traced = traced.held, traced
         self._exchanged, self._between = exchanged, between
-        if between is not None:
-            between.is_step = lambda: True
         self.has_set_between = False
         self.other_numbers: list[CallArgument] = []
         self._sizes = sizes

@@ -109,9 +109,8 @@ class StageTraces:
         self._of_plan: StageTrace | None = None  # until a batch has run
         self.iterators = StepIterators()
         self._changed: dict[str, None] = {}  # names of what is not what it was for traces that would do else
-        self._are_inputs: dict[
-            NumberPlace | CallArgument, bool
-        ] = {}  # numbers that have changed; False where a graph needs their values
+        # Numbers that have changed; False where a graph needs their values.
+        self._are_inputs: dict[NumberPlace | CallArgument, bool] = {}
         self._read_before: set[GuardKey] = set()  # by code before the model's call
         self.guard_keys: dict[GuardKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
@@ -223,7 +222,7 @@ class StageTraces:
                 draws=BatchDraws(traced.batch_size, self._batch_dim),
                 run=compare,
                 exchanged=exchanged,
-                between=SetBetween(self._root, run.state),
+                between=SetBetween(self._root, run.state, is_step=lambda: True),
             )
             try:
                 with replay.lead((run.args[0], run.args[2:])):

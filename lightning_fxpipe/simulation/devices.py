@@ -28,7 +28,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank computes with.
+    """The processor and memory of one rank.
 
     Attributes:
         flops_per_second: Of products of matrices.

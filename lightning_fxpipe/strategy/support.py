@@ -193,12 +193,12 @@ def check_one_root(trainer: Trainer, module: LightningModule) -> None:
     """Raises :class:`UnsupportedError` where objects of ``lightning`` and of ``pytorch_lightning`` come together."""
     expected = root_name(trainer)
     things = [trainer.strategy, module, getattr(trainer, "datamodule", None), *getattr(trainer, "callbacks", ())]
-    strangers = [type(thing).__name__ for thing in things if root_name(thing) not in (None, expected)]
-    if strangers:
+    other_classes = [type(thing).__name__ for thing in things if root_name(thing) not in (None, expected)]
+    if other_classes:
         other = "lightning" if expected == "pytorch_lightning" else "pytorch_lightning"
         raise UnsupportedError(
             "The run mixes `lightning` and `pytorch_lightning`, whose classes are incompatible.",
-            observed=f"a Trainer of {expected} and {', '.join(strangers)} of {other}",
+            observed=f"a Trainer of {expected} and {', '.join(other_classes)} of {other}",
             todo=f"Import all of them from one of the two packages. The strategy for {expected} is strategy='fxpipe'"
             + (", or lightning_fxpipe.pl.FxPipeStrategy." if expected == "pytorch_lightning" else ", or FxPipeStrategy."),
         )

@@ -130,7 +130,7 @@ class GraphWriter:
     def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         """The node of a call that the code does not make, but that what it does now needs."""
         node = self.graph.call_function(function, args)
-        node.meta.update(module_path=self._current_path, source=user_source())
+        node.meta.update(module_path=self._running_path(), source=user_source())
         return node
 
     def _part_of(self, call: fx.Node, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
@@ -171,7 +171,7 @@ class GraphWriter:
             fqn = self._name_unknown(tensor)
         # One node for each use: a parameter that two stages use is then simply two nodes.
         node = self.graph.get_attr(fqn)
-        node.meta.update(val=tensor, module_path=self._current_path)
+        node.meta.update(val=tensor, module_path=self._running_path())
         return node
 
     def _name_unknown(self, tensor: Tensor) -> str:
@@ -227,8 +227,7 @@ class GraphWriter:
         except NotFillable as error:
             raise RecordError(str(error)) from error
 
-    @property
-    def _current_path(self) -> str:
+    def _running_path(self) -> str:
         return self._module_stack[-1]
 
     @contextmanager

@@ -44,8 +44,8 @@ class StepWatch(Protocol):
     def note_write(self) -> None:
         """Recorded code is about to set an attribute of a module."""
 
-    def is_for_another(self, module: nn.Module) -> bool:
-        """True where the forward of a module runs, and sets what another module has."""
+    def is_for_another(self, path: str) -> bool:
+        """True where the forward of a module is recorded, and not that of the module at this path."""
 
 
 class OtherKey(Protocol):
@@ -163,7 +163,7 @@ def noted_guards(
         path = paths.get(id(module))
         if between is not None and path is not None and is_recording():
             between.note_write()
-            if name in vars(module) and between.is_for_another(module):
+            if name in vars(module) and between.is_for_another(path):
                 note((path, name), vars(module)[name])  # it is not set again in a stage
         set_attribute(module, name, value)
 

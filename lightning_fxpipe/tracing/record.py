@@ -81,8 +81,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path, settings.device_type)
         self.attributes_read: set[GuardKey] = set()  # by code that is recorded: path and name
-        self.between = SetBetween(settings.modules.get("", nn.Module()), settings.before or Snapshot({}), self.pause)
-        self.between.running = lambda: None if self.is_paused else settings.modules.get(self._module_stack[-1])
+        root, before = settings.modules.get("", nn.Module()), settings.before or Snapshot({})
+        self.between = SetBetween(root, before, is_step=self._runs_step, running=self._running_path, pause=self.pause)
         self.left_values: set[GuardKey] = set()  # plain attributes that whole modules have set: by path and name
         self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
@@ -159,7 +159,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             ahead = (self._add_draw(func, args, kwargs, result),)
         node_args = (*ahead, *(self.argument(arg) for arg in args), *extra)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
-        self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
+        self._append(operation, target, node_args, node_kwargs, self._running_path(), mutated, result)
         for tensor in self._alive if mutated else ():
             # Written into without a result of its own, as by `t[i] = x`: the same node, which now has a gradient.
             node = self._nodes.get(id(tensor))
@@ -254,7 +254,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
         return replace(asked, answer=None)
 
     def _answer(self, path: str | None, question: Question, known: Known) -> Any:
-        """What a call returns that need not be made."""
         with self.pause():
             result = self.known_calls.answered(question, known)
         for inner in known.called:
@@ -340,7 +339,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
         return result
 
     def _record_answer(self, path: str, question: Question, known: Known) -> Any:
-        """Records a call of a whole module that need not be made."""
         with self.kept_state.of(path, question.module) as call:
             result = self._answer(path, question, known)
         node_args = tuple(map(self.argument, question.args))
@@ -481,6 +479,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
         has_any = any(isinstance(m, nn.RNNBase) or (watches and (is_users(type(m)) or has_hooks(m))) for m in inside)
         with passing_over(self._watches if has_any else ()):
             yield
+
+    def _runs_step(self) -> bool:
+        return False
 
     @property
     def is_recording(self) -> bool:

@@ -37,11 +37,11 @@ class SetBetween:
     Args:
         root: The LightningModule.
         before: User state at a moment before the first call.
+        is_step: True while a step's own code runs, and no module's.
+        running: Returns the path of the module whose forward is recorded now.
         pause: Records nothing in its block.
 
     Attributes:
-        is_step: True while a step's own code runs, and no module's.
-        running: Returns the module whose forward is recorded now; None where none is.
         read_after_set: What the step's code reads of modules and globals when something was set since the region began.
     """
 
@@ -49,12 +49,14 @@ class SetBetween:
         self,
         root: nn.Module,
         before: Snapshot,
+        *,
+        is_step: Callable[[], bool],
+        running: Callable[[], str] = str,
         pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.read_after_set: set[GuardKey] = set()
-        self.is_step: Callable[[], bool] = lambda: False
-        self.running: Callable[[], nn.Module | None] = lambda: None
-        self._root, self._before, self._pause = root, before, pause
+        self._root, self._before = root, before
+        self._is_step, self._running, self._pause = is_step, running, pause
         self._read_at_begin: Mapping[GuardKey, Any] = {}  # globals that the step's code may read
         self._after_call: Mapping[Path, Difference] = {}
         self._is_written = False  # an attribute, by a forward, since the last call
@@ -64,8 +66,8 @@ class SetBetween:
     def call(self, module: nn.Module, arguments: Any) -> Iterator[None]:
         """The block calls a whole module. Raises :class:`RecordError` where something was set for it."""
         # Modules of torch's own read their attributes, and change no others.
-        is_users_own = self.is_step() and any(is_users(type(each)) for each in modules_inside(module).values())
-        is_compared = is_users_own or (self.is_step() and self._before.has_changed(module))
+        is_users_own = self._is_step() and any(is_users(type(each)) for each in modules_inside(module).values())
+        is_compared = is_users_own or (self._is_step() and self._before.has_changed(module))
         is_compared = is_compared or self._is_written or bool(self._set)
         if is_compared and (name := self.reaching(module, arguments)) is not None:
             raise RecordError(f"{name} is set between calls of the model, for the later one")
@@ -75,7 +77,7 @@ class SetBetween:
 
     def note_write(self) -> None:
         """Recorded code is about to set an attribute of a module: what has changed before is not its doing."""
-        if not self._is_written and not self.is_step():
+        if not self._is_written and not self._is_step():
             self.note_call_end()
             self._is_written = True
 
@@ -85,12 +87,12 @@ class SetBetween:
         self.note_region_begin()
 
     def note_region_begin(self) -> None:
-        """What was set by now was set before the region, as far as it is known where that begins."""
+        """Counts everything set so far as set before the region, which may begin later still."""
         self._set.clear()
         self.note_call_end()
 
     def note_call_end(self) -> None:
-        """A call has ended: what has changed by now is not the doing of the code between."""
+        """Counts all changes up to now as those of the call that has ended, not of the code between calls."""
         self._after_call, self._is_written = self._plain(), False
 
     def without_set(self, guards: Mapping[GuardKey, Any]) -> Mapping[GuardKey, Any]:
@@ -101,11 +103,11 @@ class SetBetween:
 
     def has_set_by_now(self) -> bool:
         """True where the step's own code runs, and something was set since the region began."""
-        return self.is_step() and self._has_set()
+        return self._is_step() and self._has_set()
 
-    def is_for_another(self, module: nn.Module) -> bool:
-        """True where the forward of a module is recorded, and sets what another module has."""
-        return not self.is_step() and (running := self.running()) is not None and running is not module
+    def is_for_another(self, path: str) -> bool:
+        """True where the forward of a module is recorded, and not that of the module at this path."""
+        return not self._is_step() and self._running() != path
 
     def _has_set(self) -> bool:
         now = self._plain()
@@ -117,7 +119,7 @@ class SetBetween:
 
     def reaching(self, module: nn.Module, arguments: Any) -> str | None:
         """Returns what was set since the region began and a module, which is about to be called, can read."""
-        by_step = self.is_step()
+        by_step = self._is_step()
         if not self._has_set():
             return None
         roots, inside = roots_of(self._root)[0], modules_inside(module).values()

@@ -102,7 +102,6 @@ class SpanRecorder(Recorder):
         self.inputs: list[TensorKey] = []
         self.tensors: dict[TensorKey, Tensor] = {}
         self.aside = CallsAside()
-        self.between.is_step = lambda: self.is_recording and not self._is_nested
         self._span, self._function = span, function
         self._count = 0
         self._keys: dict[int, TensorKey] = {}
@@ -149,6 +148,9 @@ class SpanRecorder(Recorder):
     def is_recording(self) -> bool:
         """Whether what runs now becomes part of the graph: after the first call of the span has begun."""
         return not self.is_paused and self._count > self._span.first
+
+    def _runs_step(self) -> bool:
+        return self.is_recording and not self._is_nested
 
     @property
     def _is_nested(self) -> bool:
