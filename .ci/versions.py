@@ -1,6 +1,6 @@
 """Runs the tests of ``tests/core.txt`` with other versions than those of ``constraints.txt``, in environments of their own.
 
-Every time with the newest torch that ``pyproject.toml`` allows; and in turn, another one each day, with its oldest torch,
+One environment a day: every other day the newest torch that ``pyproject.toml`` allows; between, in turn, its oldest torch,
 Lightning and torchmetrics, a torch between, or another Python. An environment is kept, and made anew when what it is made from
 has changed.
 
@@ -59,8 +59,8 @@ def oldest() -> Iterator[str]:
 
 # A file of its own, with a least version: where there is none so new to install, nothing older shall be tested under its name.
 NEWEST_TORCH = (ROOT / ".ci" / "newest.txt").read_text(encoding="utf-8").splitlines()[-1]
-EVERY_TIME = (Versions(name="newest", requirements=(NEWEST_TORCH,)),)
-ONE_A_DAY = (
+NEWEST = Versions(name="newest", requirements=(NEWEST_TORCH,))
+OTHERS = (
     Versions(name="oldest", requirements=tuple(oldest())),
     Versions(name="python3.12", python="3.12"),
     Versions(name="torch2.14", requirements=("torch==2.14.*",)),
@@ -144,9 +144,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
-    known = {versions.name: versions for versions in (*EVERY_TIME, *ONE_A_DAY)}
-    today = ONE_A_DAY[date.today().toordinal() % len(ONE_A_DAY)]
-    chosen = [known[name] for name in arguments.names] or [*EVERY_TIME, today]
+    known = {versions.name: versions for versions in (NEWEST, *OTHERS)}
+    pair, is_between = divmod(date.today().toordinal(), 2)
+    chosen = [known[name] for name in arguments.names] or [OTHERS[pair % len(OTHERS)] if is_between else NEWEST]
     print(f"[versions] chosen: {', '.join(versions.name for versions in chosen)}", flush=True)
     start, num_failed = time.monotonic(), 0
     for versions in chosen:
