@@ -358,7 +358,7 @@ def _plan_table(plan: PartitionPlan) -> str:
         rows.append(
             (
                 str(stage.index),
-                first if first == last else f"{first}\n{last}",
+                first if first == last else f"{first} to {last}",
                 human_count(held := plan.num_held(stage.index)),
                 f"{100 * held / total:.1f} %",
                 human_bytes(stage.output_bytes) if stage.outputs else "-",
@@ -366,7 +366,7 @@ def _plan_table(plan: PartitionPlan) -> str:
         )
     return render_table(
         f"Pipeline of {plan.region or 'the module'}",
-        ("Stage", "First and last module", "Parameters", "Share", "Sends"),
+        ("Stage", "Modules", "Parameters", "Share", "Sends"),
         rows,
         right_aligned=("Stage", "Parameters", "Share", "Sends"),
         caption="\n".join(_caption(plan)),

@@ -32,7 +32,7 @@ def render_table(
         right_aligned: Headers of the columns of numbers, which are never broken.
         caption: Lines below the table.
     """
-    table, width = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left"), 1
+    table, width = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left"), 1
     for index, header in enumerate(headers):
         is_number = header in right_aligned
         longest = max(len(line) for row in (headers, *rows) for line in row[index].split("\n"))

@@ -225,8 +225,7 @@ class RunPlans:
             note = partial(setattr, self, "_num_samples")
             trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, first_batches, note)
             kind = step_of_run(trainer)
-            first = {"after_seconds": 0} if self._last is None else {}
-            with telling(f"Tracing the {kind.words}", **first):
+            with telling(f"Tracing the {kind.words}"):
                 planned = trial.plan(kind)
         self._last = module, planned.plan, trainer.state.fn
         return planned
