@@ -42,7 +42,12 @@ def test_the_quick_start_runs_as_a_script_on_two_processes(tmp_path: Path) -> No
     script, planning = blocks("python", QUICK_START)
     (tmp_path / "script.py").write_text(script)
     run = subprocess.run(
-        [sys.executable, "-u", "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+        [sys.executable, "-u", "script.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
     )
     assert run.returncode == 0, run.stdout[-3000:]
     before, _, after = run.stdout.partition("`Trainer.fit` stopped: `max_epochs=2` reached.")
@@ -52,7 +57,8 @@ def test_the_quick_start_runs_as_a_script_on_two_processes(tmp_path: Path) -> No
     assert len(lines) <= MOST_LINES_BEFORE_A_STEP, before
     plan = lines[lines.index("Pipeline of model") :]
     assert len(plan) <= 8
-    assert "Schedule gpipe" in plan[-2] and "rank 0: stage 1, rank 1: stage 0" in plan[-1]
+    assert "Schedule gpipe" in plan[-2]
+    assert "rank 0: stage 1, rank 1: stage 0" in plan[-1]
     (tmp_path / "planning.py").write_text(f"from script import *\n{planning}")
     run = subprocess.run([sys.executable, "planning.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]

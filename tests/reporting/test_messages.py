@@ -41,7 +41,8 @@ def test_one_line_says_what_takes_long_and_at_debug_how_long_it_took(caplog: pyt
         while not caplog.messages and time.monotonic() < deadline:
             time.sleep(0.001)
         assert caplog.messages == ["Tracing the training step …"]
-    assert caplog.messages[1:] and caplog.messages[1].startswith("Tracing the training step: 0.")
+    (took,) = caplog.messages[1:]
+    assert took.startswith("Tracing the training step: 0.")
     assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG"]
 
 
