@@ -42,8 +42,8 @@ def read_work(command: str, purpose: str, arguments: Sequence[str], add_options:
     first.add_argument("--model-class")
     first.add_argument("--data-class")
     known, rest = first.parse_known_args(arguments)
-    here, folders = Path.cwd(), [path.resolve().parent for path in known.config]
-    around = [each for folder in folders for each in (folder, *folder.parents) if each == folder or here in each.parents]
+    here, folders = Path.cwd(), [path.resolve().parents for path in known.config]
+    around = [each for parents in folders for level, each in enumerate(parents) if level < 2 or here in each.parents]
     sys.path += [str(path) for path in (here, *around) if str(path) not in sys.path]
     cli = _ConfigCLI(
         _imported(known.model_class, "--model-class"),

@@ -420,12 +420,8 @@ def _uneven(plan: PartitionPlan) -> Iterator[str]:
     mean = sum(held) / len(held)
     if empty := [str(index) for index, count in enumerate(held) if not count and mean]:
         yield f"Warning: stages without parameters: {_shorten(empty, shown=12)}. Use fewer stages"
-    for index, count in enumerate(held):
-        if count > _HEAVY * mean:
-            yield (
-                f"Warning: stage {index} holds {count / mean:.1f} times the mean number of parameters; other stages may wait "
-                "for it"
-            )
+    if heavy := [f"stage {index} ({count / mean:.1f} times)" for index, count in enumerate(held) if count > _HEAVY * mean]:
+        yield f"Warning: far more parameters than the mean, so other stages may wait: {_shorten(heavy)}"
 
 
 def run_words(plan: PartitionPlan, schedule: str, num_microbatches: int | None, by_rank: Sequence[Sequence[int]]) -> str:

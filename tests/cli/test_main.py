@@ -284,12 +284,15 @@ def test_the_other_sections_of_a_config_have_no_effect(project: Path, run: Run) 
     assert "in 2 stages" in run("plan", "--config", write(config, project))
 
 
-def test_classes_beside_a_config_in_a_subfolder_are_found(
-    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("start", [".", "elsewhere"])
+def test_classes_beside_the_folder_of_a_config_are_found(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, start: str
 ) -> None:
     folder = project / "experiments"
-    folder.mkdir()
+    for path in (folder, project / "elsewhere"):
+        path.mkdir()
     (project / f"{MODULE}.py").rename(folder / f"{MODULE}.py")
+    monkeypatch.chdir(project / start)
     assert "in 2 stages" in run("plan", "--config", write(config_of(), folder / "configs"))
 
 

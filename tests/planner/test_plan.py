@@ -393,7 +393,7 @@ def test_stages_without_parameters_or_with_most_of_them_are_warned_of() -> None:
     assert "Warning" not in str(plan_of([3, 4, 2, 3]))
     text = " ".join(str(plan_of([30, 0, 2, 0])).split())
     assert "Warning: stages without parameters: 1, 3. Use fewer stages" in text
-    assert "Warning: stage 0 holds 3.8 times the mean" in text
+    assert "Warning: far more parameters than the mean, so other stages may wait: stage 0 (3.8 times)" in text
 
 
 def test_a_run_is_described_by_schedule_microbatches_and_ranks() -> None:
