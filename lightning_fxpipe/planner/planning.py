@@ -163,7 +163,7 @@ def _one_layer(root: nn.Module, num_stages: int) -> PartitionError | None:
         return None
     return PartitionError(
         f"The model has one layer with parameters (`{layers[0]}`), so it cannot be split into {num_stages} stages.",
-        todo="Use devices=1, or num_stages=1 for data parallelism.",
+        todo="Use devices=1, or FxPipeStrategy(num_stages=1) for data parallelism.",
     )
 
 

@@ -311,7 +311,7 @@ class _Trial:
         if options.balance != "auto" or kind is not StepKind.TRAIN or must_run_jointly(self.module):
             return None
         if torch.are_deterministic_algorithms_enabled():
-            inform('With Trainer(deterministic=True), no choice depends on timings: balance="auto" is "flops".')
+            inform('balance="auto" uses "flops", because Trainer(deterministic=True) excludes choices by measured times.')
             rule = replace(self._rule(batch), balance="flops")
         elif options.schedule.table is not None:  # all that is left to choose is where to cut
             rule = replace(self._rule(batch), balance="seconds")

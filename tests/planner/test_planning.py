@@ -429,7 +429,7 @@ def test_a_model_of_one_layer_is_told_so() -> None:
     with pytest.raises(PartitionError) as caught:
         make_plan(OneLayer(), torch.randn(BATCH, 4), num_stages=2)
     assert caught.value.what == "The model has one layer with parameters (`model`), so it cannot be split into 2 stages."
-    assert caught.value.todo == "Use devices=1, or num_stages=1 for data parallelism."
+    assert caught.value.todo == "Use devices=1, or FxPipeStrategy(num_stages=1) for data parallelism."
 
 
 def test_everything_that_can_be_opened_is_opened_before_giving_up() -> None:
