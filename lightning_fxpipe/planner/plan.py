@@ -383,7 +383,7 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         yield f"Included in these sizes, sent past stages that do not use it: {_shorten(skips)}"
     whole = f"; passed unsplit to each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
     if plan.joint_reason:
-        yield f"Every rank runs the whole step, with a separate pipeline for each of these calls: {plan.joint_reason}"
+        yield f"Every rank runs the whole step, and each of these calls is a separate pipeline. Reason: {plan.joint_reason}"
     if plan.batch_dim or whole:
         yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
     yield from _uneven(plan)
