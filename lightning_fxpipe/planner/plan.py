@@ -78,8 +78,8 @@ class StageSpec:
 
     Attributes:
         index: Position in the pipeline, 0 is the first.
-        first_module: Path of the module that its first node came from.
-        last_module: Path of the module that its last node came from.
+        first_module: Path of the first module that it calls; if it calls none, of the module whose code it runs.
+        last_module: Path of the last module that it calls, likewise.
         fqns: Parameters and buffers that the stage uses; a shared parameter is listed by every stage that holds a copy.
         num_parameters: Parameters counted for this stage; a shared one counts in the first stage that uses it.
         outputs: Tensors that it sends to later stages.

@@ -190,11 +190,12 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
     stages = []
     for stage in range(assignment.num_stages):
         units = assignment.units(stage)
+        named = [unit.path for unit in units if unit.nodes[0].op == "call_module"] or [unit.path for unit in units] or [""]
         stages.append(
             StageSpec(
                 index=stage,
-                first_module=units[0].path if units else "",
-                last_module=units[-1].path if units else "",
+                first_module=named[0],
+                last_module=named[-1],
                 fqns=tuple(sorted(assignment.fqns(stage), key=order.__getitem__)),
                 num_parameters=sum(unit.num_parameters for unit in units),
                 outputs=() if stage == last else _boundary_tensors(assignment, stage, stage_of, used),

@@ -197,7 +197,7 @@ def test_boundaries_of_a_hand_computable_model() -> None:
     plan = make_plan(Skipping(), torch.randn(BATCH, 6), num_stages=4)
     assert [(stage.first_module, stage.last_module, stage.fqns) for stage in plan.stages] == [
         ("a", "a", ("a.weight", "a.bias")),
-        ("", "b", ("b.weight", "b.bias")),  # sorts first
+        ("b", "b", ("b.weight", "b.bias")),  # sorts first
         ("c", "", ("c.weight", "c.bias")),  # and adds the skip last
         ("d", "d", ("d.weight", "d.bias")),
     ]
