@@ -12,7 +12,7 @@ from rich.table import Table
 
 WIDTH = 80
 _GAP = 3  # spaces between columns
-_LEAST_ROOM = 12  # for a column of text
+_LEAST_ROOM = 24  # for a column of text, such as the name of a schedule
 
 
 def render_table(
