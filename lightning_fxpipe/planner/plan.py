@@ -102,11 +102,6 @@ class StageSpec:
         """Those of the bytes that go past the next stage, to one that uses them."""
         return sum(tensor.num_bytes for tensor in self.outputs if tensor.receiver_stage not in (None, self.index + 1))
 
-    @property
-    def adjacent_bytes(self) -> int:
-        """Those of the bytes that the next stage gets."""
-        return self.output_bytes - self.skipping_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:

@@ -18,7 +18,7 @@ from lightning_fxpipe.errors import BatchError, PartitionError, TraceError
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.planner.granularity import GOOD_ENOUGH
-from lightning_fxpipe.planner.partition import Demands, Weights, lightest_maximum, solve
+from lightning_fxpipe.planner.partition import Demands, Weights, cheapest_cuts, lightest_maximum
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan
 from lightning_fxpipe.planner.planning import plan_region
 from lightning_fxpipe.planner.step_plan import make_plan
@@ -91,7 +91,7 @@ def planned(name: str, num_stages: int) -> Assignment:
     call = call_of(make_samples(name, BATCH)[0])
     chain = build_chain(trace_region(make_model(name), call, opened=plan_of(name, num_stages).opened))
     costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
-    return Assignment(chain=chain, cuts=solve(parameter_weights(chain, call), costs, num_stages))
+    return Assignment(chain=chain, cuts=cheapest_cuts(Demands(parameter_weights(chain, call), costs, num_stages)))
 
 
 @pytest.mark.parametrize("name", MODELS)
