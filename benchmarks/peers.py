@@ -37,6 +37,7 @@ from step_time import (
     run_single,
     run_torch,
     spread,
+    trainer_with,
 )
 
 WORKS = {
@@ -72,17 +73,7 @@ def run_lightning(work: Work, clock: Clock, strategy: Any, *, shards: bool = Fal
     data = TensorDataset(make_batches(work).flatten(0, 1))
     # Every other sample: the ranks together have the samples of a batch.
     sampler = DistributedSampler(data, num_replicas=2, rank=int(os.environ["RANK"]), shuffle=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[make_callback(clock)],
-    )
+    trainer = trainer_with(strategy, 2, make_callback(clock))
     trainer.fit(LitGPT(), DataLoader(data, batch_size=work.batch_size // 2, sampler=sampler))
 
 

@@ -74,7 +74,6 @@ def launch(candidate: str, size: str, devices: int, stages: int) -> tuple[float,
 
 
 def run_worker(candidate: str, size: str, devices: int, stages: int, output: Path) -> None:
-    import lightning as L
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,38 +86,12 @@ def run_worker(candidate: str, size: str, devices: int, stages: int, output: Pat
     num_replicas = devices * share // stages
     clock = step_time.Clock(work)
 
-    class LitGPT(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = step_time.make_model(work)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            (ids,) = batch
-            return step_time.loss_of(self.model(ids[:, :-1]), ids[:, 1:])
-
-        def configure_optimizers(self) -> Any:
-            return step_time.make_optimizer(self.parameters())
-
-    class Report(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            clock.step_done(outputs["loss"] if outputs else None)
-
     strategy: Any = (
         "ddp" if candidate == "ddp" else FxPipeStrategy(num_stages=stages, shard_optimizer_state=candidate == "shard")
     )
     data = step_time.make_batches(replace(work, batch_size=work.batch_size * num_replicas // share)).flatten(0, 1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Report()],
-    )
-    trainer.fit(LitGPT(), DataLoader(TensorDataset(data), batch_size=work.batch_size // share))
+    trainer = step_time.trainer_with(strategy, devices, step_time.make_callback(clock))
+    trainer.fit(step_time.make_module(work), DataLoader(TensorDataset(data), batch_size=work.batch_size // share))
     output.write_text(json.dumps(clock.report()))
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from step_time import MIB, Clock, make_trainer, run_ranks, spread
+from step_time import MIB, Clock, make_callback, make_trainer, run_ranks, spread
 
 CANDIDATES = ("from stage to stage", "directly")
 
@@ -131,15 +131,11 @@ def train(work: Work, clock: Clock) -> Any:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    class Report(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            clock.step_done(outputs["loss"])
-
     generator = torch.Generator().manual_seed(1)
     shape = ((work.warmup_steps + work.steps) * work.batch_size, 1, work.side, work.side)
     clean = torch.rand(shape, generator=generator)
     noisy = clean + 0.1 * torch.randn(shape, generator=generator)
-    trainer = make_trainer(work, Report())  # type: ignore[arg-type]
+    trainer = make_trainer(work, make_callback(clock))  # type: ignore[arg-type]
     trainer.fit(LitUNet(), DataLoader(TensorDataset(noisy, clean), batch_size=work.batch_size))
     return trainer.strategy
 

@@ -232,23 +232,46 @@ def make_callback(clock: Clock) -> Any:
 
     class Report(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            clock.step_done(outputs["loss"])
+            clock.step_done(outputs["loss"] if outputs else None)
 
     return Report()
 
 
-def make_trainer(work: Work, callback: Any, **options: Any) -> Any:
-    """A Trainer with a pipeline of the work's stages, that does nothing but train and call the callback; ``options`` are the
-    strategy's, and override those of the work."""
+def make_module(work: Work) -> Any:
+    """The GPT as a LightningModule whose batches are token ids with one more column than the context."""
     import lightning as L
 
+    class LitGPT(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model(work)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            (ids,) = batch
+            return loss_of(self.model(ids[:, :-1]), ids[:, 1:])
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.parameters())
+
+    return LitGPT()
+
+
+def make_trainer(work: Work, callback: Any, **options: Any) -> Any:
+    """A Trainer with a pipeline of the work's stages; ``options`` are the strategy's, and override those of the work."""
     from lightning_fxpipe import FxPipeStrategy
 
     options = {"num_microbatches": work.microbatches, "schedule": work.schedule} | options
+    return trainer_with(FxPipeStrategy(**options), work.stages, callback)
+
+
+def trainer_with(strategy: Any, devices: int, callback: Any) -> Any:
+    """A Trainer that only trains, for one epoch, and calls the callback."""
+    import lightning as L
+
     return L.Trainer(
         accelerator="cpu",
-        devices=work.stages,
-        strategy=FxPipeStrategy(**options),
+        devices=devices,
+        strategy=strategy,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -342,24 +365,11 @@ def run_torch(work: Work, clock: Clock) -> None:
 
 def run_fxpipe(work: Work, clock: Clock, **options: Any) -> Any:
     """Trains; returns the strategy. ``options`` are more of the strategy's, or others than those of the work."""
-    import lightning as L
     from torch.utils.data import DataLoader, TensorDataset
-
-    class LitGPT(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = make_model(work)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            (ids,) = batch
-            return loss_of(self.model(ids[:, :-1]), ids[:, 1:])
-
-        def configure_optimizers(self) -> Any:
-            return make_optimizer(self.parameters())
 
     trainer = make_trainer(work, make_callback(clock), **options)
     batches = make_batches(work)
-    trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
+    trainer.fit(make_module(work), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
     return trainer.strategy
 
 

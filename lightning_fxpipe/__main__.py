@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
     module, purpose = COMMANDS[options.command]
     try:
         command = getattr(importlib.import_module(f"lightning_fxpipe.cli.{module}"), options.command)

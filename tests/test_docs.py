@@ -115,3 +115,12 @@ def test_each_avoided_word_and_phrase_is_found(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("\n".join(f"Here {phrase} stands." for phrase in avoided))
     run = subprocess.run([*CODESPELL, tmp_path / "page.md"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert len(run.stdout.splitlines()) == len(avoided) > 20
+
+
+def test_every_recorded_span_is_on_the_page_about_recording() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in Path(lightning_fxpipe.__path__[0]).rglob("*.py"))
+    named = set(re.findall(r"\.(?:during|undivided)\(\"([^\"]+)\"\)", code))
+    page = (DOCS / "how-to" / "recording.md").read_text(encoding="utf-8").partition("## Spans")[2].partition("\n\nIf ")[0]
+    rows = {name for row in re.findall(r"^\| (`.+?) \| ", page, flags=re.MULTILINE) for name in re.findall(r"`(.+?)`", row)}
+    assert len(named) >= 5
+    assert rows == named | {"training_step", "1F0", "1B0", "1I0", "1W0"}

@@ -9,7 +9,7 @@ earlier one, for which nothing is calculated but the size of its memory. torch 2
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,10 +250,22 @@ def _memory(tensor: Tensor) -> int:
 
 @contextmanager
 def repeated_calls(mode: FakeTensorMode) -> Iterator[None]:
-    """In the block, in which the fake mode is active, it runs an operator once for arguments that differ in values only."""
+    """In the block, in which the fake mode is active, it runs an operator once for arguments that differ in values only.
+
+    The kernel of a convolution is chosen without a condition on sizes: on CPUs it depends on whether a batch has 16 samples,
+    and the results' shapes do not.
+    """
+    select = torch._C._select_conv_backend
+
+    def select_for_any_size(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() if mode.shape_env is None else mode.shape_env.suppress_guards():
+            return select(*args, **kwargs)
+
     before, mode.cache_enabled = mode.cache_enabled, False  # a second memory costs more than it saves
+    torch._C._select_conv_backend = select_for_any_size
     try:
         with _RepeatedCalls(mode):
             yield
     finally:
         mode.cache_enabled = before
+        torch._C._select_conv_backend = select

@@ -45,7 +45,9 @@ def damage_error(where: str, observed: BaseException | str) -> FxPipeError:
     lacks_memory = isinstance(observed, MemoryError) or "alloc" in str(text)
     return FxPipeError(
         "The checkpoint cannot be read: "
-        + (("loading it requires more memory than is available, or its contents claim so.") if lacks_memory else _DAMAGED),
+        + (
+            "loading it needs more memory than is available, or the sizes stored in it are wrong." if lacks_memory else _DAMAGED
+        ),
         where=where,
         observed=str(text),
         expected="a checkpoint of a Trainer, a state dict, or a safetensors file, unmodified",

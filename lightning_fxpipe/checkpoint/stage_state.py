@@ -164,8 +164,9 @@ def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns:
             raise UnsupportedError(
                 "A checkpoint entry contains tensors of other stages, which this rank does not hold.",
                 where=f'checkpoint["{name}"]',
-                expected="copies made in a hook, where all tensors have values, or a separate checkpoint entry that uses the "
-                "names of the module's state_dict",
+                expected="tensors that this rank holds, or an entry that has the names of the module's state_dict",
+                todo="Copy the tensors in a hook, in which all of them have values, or store them under the names of the "
+                "module's state_dict.",
             )
     return found
 

@@ -42,8 +42,8 @@ def read_work(command: str, purpose: str, arguments: Sequence[str], add_options:
     first.add_argument("--model-class")
     first.add_argument("--data-class")
     known, rest = first.parse_known_args(arguments)
-    here, folders = Path.cwd(), [path.resolve().parent for path in known.config]
-    around = [each for folder in folders for each in (folder, *folder.parents) if each == folder or here in each.parents]
+    here, folders = Path.cwd(), [path.resolve().parents for path in known.config]
+    around = [each for parents in folders for level, each in enumerate(parents) if level < 2 or here in each.parents]
     sys.path += [str(path) for path in (here, *around) if str(path) not in sys.path]
     cli = _ConfigCLI(
         _imported(known.model_class, "--model-class"),
@@ -52,7 +52,7 @@ def read_work(command: str, purpose: str, arguments: Sequence[str], add_options:
         save_config_callback=None,
         auto_configure_optimizers=False,
         parser_kwargs={"prog": f"fxpipe {command}", "description": purpose, "exit_on_error": False},
-        args=[*(part for path in known.config for part in ("--config", _sections(path))), *rest],
+        args=[*(part for path in known.config for part in ("--config", _sections(path, known))), *rest],
         add_options=add_options,
     )
     options = cli.config
@@ -98,8 +98,8 @@ class _ConfigCLI(LightningCLI):
         """Makes nothing."""
 
 
-def _sections(path: Path) -> str:
-    """The sections of a config that count, as JSON."""
+def _sections(path: Path, known: argparse.Namespace) -> str:
+    """The sections of a config that count, as JSON; ``known`` has the options for classes that it does not name."""
     try:
         config = get_loader("yaml")(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -111,6 +111,15 @@ def _sections(path: Path) -> str:
         todo = "Pass a LightningCLI config to --config, with sections such as `model` and `data`."
         raise FxPipeError("The config is not a mapping.", where=str(path), observed=str(type(config)), todo=todo)
     config = config.get("fit") or config  # a config may have a section for each subcommand
+    for name in ("model", "data"):
+        if isinstance(config.get(name), dict) and "class_path" not in config[name] and vars(known)[f"{name}_class"] is None:
+            raise FxPipeError(
+                f"The config does not name the class of its {name}.",
+                where=str(path),
+                observed=f"options in the section `{name}` without class_path",
+                expected="class_path and init_args, unless the class is given on the command line",
+                todo=f"Pass --{name}-class package.module.Class: the class that the program passes to LightningCLI.",
+            )
     return json.dumps({name: config[name] for name in _SECTIONS if config.get(name) is not None})
 
 

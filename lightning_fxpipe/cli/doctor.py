@@ -50,7 +50,7 @@ def round_trip(rank: int, backend: str, store: str) -> None:
         dist.broadcast(tensor, src=0)
         dist.all_reduce(tensor)
         if not torch.equal(tensor, 2 * sent):
-            raise RuntimeError(f"sent {sent.tolist()} twice, received {tensor.tolist()}")
+            raise RuntimeError(f"expected {(2 * sent).tolist()} from the all-reduce, received {tensor.tolist()}")
     finally:
         dist.destroy_process_group()
 

@@ -141,7 +141,7 @@ class _InStep:
             raise StopIteration
         self._count += 1
         if self._kind is not None and self._count % _COMPARED_EVERY == 1 and not self._sparing.ranks(self._kind):
-            check_agreement(self._sparing.group, digest(loaded[0]), DIFFERENT_BATCHES)
+            check_agreement(self._sparing.group, f"batch with digest {digest(loaded[0])}", DIFFERENT_BATCHES)
         if self._count in _CONSIDERED:
             self._sparing.consider(self._kind, loaded[0])
         return loaded[0]

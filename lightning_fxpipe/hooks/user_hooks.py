@@ -453,8 +453,8 @@ class Hooks:
         if new:
             warn(
                 f"A hook logs values that differ between the ranks of the pipeline: {', '.join(new)}. Rank 0's values are "
-                "used. That is correct for times and memory. Compute values that depend on one rank's data on rank 0, which "
-                "runs the steps to their end."
+                "used, as is intended for times and memory. If a value comes from the step's results, compute it on rank 0, "
+                "which alone runs steps to their end."
             )
 
 

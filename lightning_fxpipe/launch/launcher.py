@@ -138,7 +138,7 @@ class Launcher:
         print(f"[rank 0] stopped because another process exited: {ranks}", file=sys.stderr, flush=True)
         if not self._have_met and all(code == 0 for _, code in failed):
             print(
-                "It had not reached this run of the Trainer. Does the script exit early if LOCAL_RANK is set?",
+                "It exited before it reached this call of the Trainer. Does the script exit early if LOCAL_RANK is set?",
                 file=sys.stderr,
                 flush=True,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, Kind
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Kind
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,3 @@ LOOKS: Mapping[Kind, Look] = {
 }
 # Of what is no action, such as an optimizer's step.
 OTHER = Look("other work", ("#b9a9dc", "#b9a9dc"), ("#bdaee0", "#bdaee0"))
-
-
-def words_of(work: Action | str) -> str:
-    """What a span of a timeline is called: ``forward of stage 3, microbatch 1``."""
-    if isinstance(work, str):
-        return work
-    return f"{LOOKS[work.kind].words} of stage {work.stage}, microbatch {work.microbatch}"

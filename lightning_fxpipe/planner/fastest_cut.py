@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from lightning_fxpipe.errors import PartitionError, ScheduleError
 from lightning_fxpipe.planner.partition import Demands, Firsts, Weights, cheapest_cuts
+from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 from lightning_fxpipe.simulation.simulator import Simulation, run_table
@@ -105,9 +106,9 @@ def fastest_cut(
     if search.best is None:
         raise PartitionError(
             f"No partition into {num_stages} stages fits in memory.",
-            observed=f"{', '.join(f'{peak:.0f}' for peak in search.closest)} bytes with the closest partition",
-            expected=f"at most {', '.join(f'{limit:.0f}' for limit in memory_bytes or ())}",
-            todo="Use more microbatches or ranks, a schedule that needs less memory, or activation checkpointing.",
+            observed=f"{', '.join(human_bytes(peak) for peak in search.closest)} with the closest partition",
+            expected=f"at most {', '.join(human_bytes(limit) for limit in memory_bytes or ())}",
+            todo="Use more microbatches or devices, a schedule that needs less memory, or activation checkpointing.",
         )
     return FastestCut(cuts=search.best[0], simulation=search.best[1], is_exact=is_exact)
 

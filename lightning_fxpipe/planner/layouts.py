@@ -70,8 +70,8 @@ class Layout:
         """One line for a log."""
         chosen = self.chosen
         return (
-            f"{self.num_ranks} devices x {self.num_replicas} replicas: {self.samples_per_second:,.1f} samples/s, "
-            f"{human_seconds(chosen.step_seconds)} a step ({chosen.schedule}, {chosen.num_microbatches} microbatches)"
+            f"{self.num_ranks} x {self.num_replicas} (devices x replicas): {self.samples_per_second:,.1f} samples/s, "
+            f"{human_seconds(chosen.step_seconds)} per step ({chosen.schedule}, microbatches: {chosen.num_microbatches})"
         )
 
 

@@ -200,11 +200,6 @@ class Demands:
         return found
 
 
-def solve(weights: Sequence[int] | Weights, cut_costs: Sequence[int | None], num_stages: int) -> tuple[int, ...]:
-    """:func:`cheapest_cuts` where all stages are alike."""
-    return cheapest_cuts(Demands(weights if isinstance(weights, Weights) else Weights(tuple(weights)), cut_costs, num_stages))
-
-
 def cheapest_cuts(demands: Demands) -> tuple[int, ...]:
     """Cuts a chain into contiguous, non-empty stages.
 

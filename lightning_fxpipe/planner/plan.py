@@ -78,8 +78,8 @@ class StageSpec:
 
     Attributes:
         index: Position in the pipeline, 0 is the first.
-        first_module: Path of the module that its first node came from.
-        last_module: Path of the module that its last node came from.
+        first_module: Path of the first module that it calls; if it calls none, of the module whose code it runs.
+        last_module: Path of the last module that it calls, likewise.
         fqns: Parameters and buffers that the stage uses; a shared parameter is listed by every stage that holds a copy.
         num_parameters: Parameters counted for this stage; a shared one counts in the first stage that uses it.
         outputs: Tensors that it sends to later stages.
@@ -101,11 +101,6 @@ class StageSpec:
     def skipping_bytes(self) -> int:
         """Those of the bytes that go past the next stage, to one that uses them."""
         return sum(tensor.num_bytes for tensor in self.outputs if tensor.receiver_stage not in (None, self.index + 1))
-
-    @property
-    def adjacent_bytes(self) -> int:
-        """Those of the bytes that the next stage gets."""
-        return self.output_bytes - self.skipping_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +353,7 @@ def _plan_table(plan: PartitionPlan) -> str:
         rows.append(
             (
                 str(stage.index),
-                first if first == last else f"{first}\n{last}",
+                first if first == last else f"{first} to {last}",
                 human_count(held := plan.num_held(stage.index)),
                 f"{100 * held / total:.1f} %",
                 human_bytes(stage.output_bytes) if stage.outputs else "-",
@@ -366,7 +361,7 @@ def _plan_table(plan: PartitionPlan) -> str:
         )
     return render_table(
         f"Pipeline of {plan.region or 'the module'}",
-        ("Stage", "First and last module", "Parameters", "Share", "Sends"),
+        ("Stage", "Modules", "Parameters", "Share", "Sends"),
         rows,
         right_aligned=("Stage", "Parameters", "Share", "Sends"),
         caption="\n".join(_caption(plan)),
@@ -383,7 +378,7 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         yield f"Included in these sizes, sent past stages that do not use it: {_shorten(skips)}"
     whole = f"; passed unsplit to each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
     if plan.joint_reason:
-        yield f"Every rank runs the whole step, with a separate pipeline for each of these calls: {plan.joint_reason}"
+        yield f"Every rank runs the whole step, and each of these calls is a separate pipeline. Reason: {plan.joint_reason}"
     if plan.batch_dim or whole:
         yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
     yield from _uneven(plan)
@@ -420,12 +415,8 @@ def _uneven(plan: PartitionPlan) -> Iterator[str]:
     mean = sum(held) / len(held)
     if empty := [str(index) for index, count in enumerate(held) if not count and mean]:
         yield f"Warning: stages without parameters: {_shorten(empty, shown=12)}. Use fewer stages"
-    for index, count in enumerate(held):
-        if count > _HEAVY * mean:
-            yield (
-                f"Warning: stage {index} holds {count / mean:.1f} times the mean number of parameters; other stages may wait "
-                "for it"
-            )
+    if heavy := [f"stage {index} ({count / mean:.1f} times)" for index, count in enumerate(held) if count > _HEAVY * mean]:
+        yield f"Warning: far more parameters than the mean, so other stages may wait: {_shorten(heavy)}"
 
 
 def run_words(plan: PartitionPlan, schedule: str, num_microbatches: int | None, by_rank: Sequence[Sequence[int]]) -> str:

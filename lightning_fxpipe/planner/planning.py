@@ -163,7 +163,7 @@ def _one_layer(root: nn.Module, num_stages: int) -> PartitionError | None:
         return None
     return PartitionError(
         f"The model has one layer with parameters (`{layers[0]}`), so it cannot be split into {num_stages} stages.",
-        todo="Use devices=1, or num_stages=1 for data parallelism.",
+        todo="Use devices=1, or FxPipeStrategy(num_stages=1) for data parallelism.",
     )
 
 
@@ -190,11 +190,12 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
     stages = []
     for stage in range(assignment.num_stages):
         units = assignment.units(stage)
+        named = [unit.path for unit in units if unit.nodes[0].op == "call_module"] or [unit.path for unit in units] or [""]
         stages.append(
             StageSpec(
                 index=stage,
-                first_module=units[0].path if units else "",
-                last_module=units[-1].path if units else "",
+                first_module=named[0],
+                last_module=named[-1],
                 fqns=tuple(sorted(assignment.fqns(stage), key=order.__getitem__)),
                 num_parameters=sum(unit.num_parameters for unit in units),
                 outputs=() if stage == last else _boundary_tensors(assignment, stage, stage_of, used),

@@ -135,8 +135,8 @@ def simulate_plan(
     """Plans the stages of a module, and simulates a step with them.
 
     Args:
-        module, example_batch, num_stages, batch_dim, balance, split_points, stage_of, num_devices, device_speeds,
-            device_memory_gib: As :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
+        module, example_batch, num_stages, num_devices, batch_dim: As :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
+        balance, split_points, stage_of, device_speeds, device_memory_gib: Likewise.
         device: The device of each rank, such as ``DEVICES["a100"]``; where speeds are given, of the fastest one.
         num_microbatches: Microbatches of the batch.
         schedules: Schedules to compare, by name, or as tables of actions in CSV files. For a schedule with another number of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain
@@ -39,7 +40,7 @@ def stage_costs(
     for skip in assignment.skips:
         sent[skip.source][skip.destination] += chain.num_bytes(skip.node)
     bounds = [0, *(cut + 1 for cut in cuts), len(costs)]
-    stages = _stages_in(costs, bounds, device, optimizer_bytes_per_byte)
+    stages = [_stage(costs[start:end], device, optimizer_bytes_per_byte) for start, end in pairwise(bounds)]
     outputs = [*(sum(map(chain.num_bytes, assignment.boundary(stage))) for stage in range(len(cuts))), 0]
     return [
         replace(stage, output_bytes=output, skips=tuple(past.items()))
@@ -47,17 +48,9 @@ def stage_costs(
     ]
 
 
-def units_as_stages(
-    chain: Chain, costs: Sequence[UnitCosts], device: Device, *, optimizer_bytes_per_byte: float = 2.0
-) -> list[StageCosts]:
-    """The same with a stage for each unit, as ``fastest_cut`` takes them: without what they send."""
-    return _stages_in(costs, range(len(costs) + 1), device, optimizer_bytes_per_byte)
-
-
-def _stages_in(
-    costs: Sequence[UnitCosts], bounds: Sequence[int], device: Device, optimizer_bytes_per_byte: float
-) -> list[StageCosts]:
-    return [_stage(costs[start:end], device, optimizer_bytes_per_byte) for start, end in zip(bounds, bounds[1:], strict=False)]
+def units_as_stages(costs: Sequence[UnitCosts], device: Device) -> list[StageCosts]:
+    """Costs with a stage for each unit, as ``fastest_cut`` takes them: without what they send."""
+    return [_stage([unit], device, 2.0) for unit in costs]
 
 
 def _stage(costs: Sequence[UnitCosts], device: Device, optimizer_bytes_per_byte: float) -> StageCosts:

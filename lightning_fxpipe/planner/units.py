@@ -130,8 +130,8 @@ def plan_units(
     if not plans or not all(loads):
         raise PartitionError(
             f"Cannot form {num_stages} stages.",
-            observed="modules that the step calls, and the number of stages of each: "
-            + ", ".join(f"{plan.region} in {plan.num_stages}" for _, plan in plans),
+            observed="stages of the modules that the step calls: "
+            + ", ".join(f"{plan.num_stages} of {plan.region}" for _, plan in plans),
             expected="a part of one of these modules in each stage",
             todo="Use fewer devices, one per stage.",
         )

@@ -23,10 +23,8 @@ from lightning_fxpipe.user_code.frames import user_frame
 
 logger = logging.getLogger("lightning_fxpipe")
 
-# A trace that is over before nobody has asked what the program is doing.
-_LONG_SECONDS = 10.0
-# Longer than this a line that does not move looks like a program that has stopped.
-_BAR_SECONDS = 5.0
+# After this, a silent program looks like one that has stopped.
+_LONG_SECONDS = 5.0
 _REFRESH_SECONDS = 0.2
 
 _running: ContextVar[Any] = ContextVar("running", default=None)
@@ -73,21 +71,17 @@ def warn(message: str) -> None:
 
 
 @contextmanager
-def telling(what: str, *, after_seconds: float = _LONG_SECONDS, total: int | None = None) -> Iterator[None]:
-    """Says on rank 0 what takes long: that it has begun and, with a bar, that it goes on. The time that it took is DEBUG.
+def telling(what: str, *, total: int | None = None) -> Iterator[None]:
+    """Logs on rank 0 what takes longer than 5 seconds, with a progress bar. The time that it took is logged at DEBUG.
 
     Args:
-        what: It, as in ``"Tracing the training step"``.
-        after_seconds: Nothing is said of what is over before; 0 says it in any case.
+        what: The work, as in ``"Tracing the training step"``.
         total: Number of calls of :func:`went_on` in the block, for the bar; None if it is unknown.
     """
     begin = time.perf_counter()
-    timer = threading.Timer(after_seconds, inform, [f"{what} …"])
+    timer = threading.Timer(_LONG_SECONDS, inform, [f"{what} …"])
     timer.daemon = True
-    if after_seconds:
-        timer.start()
-    else:
-        inform(f"{what} …")
+    timer.start()
     try:
         with _bar(what, total):
             yield
@@ -113,7 +107,7 @@ def _bar(what: str, total: int | None) -> Iterator[None]:
         "file": stream,
         "disable": is_quiet,
     }
-    with tqdm(**looks, delay=_BAR_SECONDS, mininterval=_REFRESH_SECONDS) as bar:
+    with tqdm(**looks, delay=_LONG_SECONDS, mininterval=_REFRESH_SECONDS) as bar:
         token = _running.set(bar)
         try:
             yield

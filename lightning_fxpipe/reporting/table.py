@@ -12,7 +12,7 @@ from rich.table import Table
 
 WIDTH = 80
 _GAP = 3  # spaces between columns
-_LEAST_ROOM = 12  # for a column of text
+_LEAST_ROOM = 24  # for a column of text, such as the name of a schedule
 
 
 def render_table(
@@ -32,7 +32,7 @@ def render_table(
         right_aligned: Headers of the columns of numbers, which are never broken.
         caption: Lines below the table.
     """
-    table, width = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left"), 1
+    table, width = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left"), 1
     for index, header in enumerate(headers):
         is_number = header in right_aligned
         longest = max(len(line) for row in (headers, *rows) for line in row[index].split("\n"))
@@ -49,10 +49,10 @@ def render_table(
     return "\n".join(lines).strip("\n")
 
 
-def human_bytes(num_bytes: int) -> str:
+def human_bytes(num_bytes: float) -> str:
     """``1536`` → ``"1.5 KiB"``."""
     if num_bytes < 1024:
-        return f"{num_bytes} B"
+        return f"{num_bytes:g} B"
     return _scale(num_bytes, 1024, ("KiB", "MiB", "GiB", "TiB"), lambda value: f"{value:.1f}")
 
 
@@ -71,7 +71,7 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def _scale(count: int, factor: int, units: Sequence[str], text: Callable[[float], str]) -> str:
+def _scale(count: float, factor: int, units: Sequence[str], text: Callable[[float], str]) -> str:
     """In the first unit in which the rounded number is below the next one."""
     value, unit = float(count), ""
     for unit in units:  # noqa: B007  (used after the loop)

@@ -281,8 +281,9 @@ class PassSetups:
         num_values = len(traced.input_nodes) + len(traced.draw_nodes)
         joined: tuple[int | None, ...] = (None,) * len(stages.results)
         dims: dict[str, int] = {}
+        in_batch = sum(part.count * part.size for part in passes)
         if division is not None:
-            in_batch, in_call = sum(part.count * part.size for part in passes), sizes[division.symbol]
+            in_call = sizes[division.symbol]
             if in_call != in_batch:
                 raise NotDivisible(f"the model receives {in_call} of the batch's {in_batch} samples")
             joined = tuple(joined_dim(node, division) for node in stages.results)
@@ -298,7 +299,7 @@ class PassSetups:
         for part in passes:
             sizes_of_part = dict(sizes) if division is None else {**sizes, division.symbol: part.size}
             if not traced.admits(sizes_of_part):
-                raise NotDivisible(f"the model's code takes a different path for {part.size} samples than for {passes[0].size}")
+                raise NotDivisible(f"the model's code takes a different path for {part.size} samples than for {in_batch}")
             longer = None if division is None else {**sizes, division.symbol: part.size + 1}
             admits_one_more = longer is not None and traced.admits(longer)
             legs.append(self._leg(stages, part, passes[0].size, sizes_of_part, carried, training, admits_one_more))

@@ -60,7 +60,7 @@ def schedule_named(text: str) -> SimulatedSchedule:
             "The schedule does not exist.",
             observed=repr(text),
             expected=f"one of {', '.join(names)}{suggestion(text, names)}",
-            todo="Use one of these names, or a custom table: ActionTable.from_csv(text).",
+            todo="Use one of these names. FxPipeStrategy and `fxpipe simulate` also accept a CSV file with a schedule table.",
         )
     return cast(SimulatedSchedule, name)
 

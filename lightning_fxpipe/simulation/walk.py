@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation.actions import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, ActionTable
 from lightning_fxpipe.simulation.costs import StageCosts
 
@@ -103,8 +104,8 @@ class Walk:
                 raise ScheduleError(
                     "A rank does not have enough memory for this order.",
                     where=f"stage {action.stage}, {action}",
-                    observed=f"{limit_bytes:.0f} bytes for activations, {self.kept_bytes[rank]:.0f} of them in use",
-                    expected=f"{self._costs[action.stage].kept_bytes(action.kind):.0f} more",
+                    observed=f"{human_bytes(limit_bytes)} for activations, {human_bytes(self.kept_bytes[rank])} of it in use",
+                    expected=f"{human_bytes(self._costs[action.stage].kept_bytes(action.kind))} more",
                     todo="Use more and smaller microbatches, more ranks, or activation checkpointing.",
                 )
             self.do_weights(rank)

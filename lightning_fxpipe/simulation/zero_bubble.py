@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation.actions import FORWARD, INPUT_BACKWARD, Action, ActionTable, Kind
 from lightning_fxpipe.simulation.costs import Link, StageCosts
 from lightning_fxpipe.simulation.simulator import run_table
@@ -49,8 +50,8 @@ def zero_bubble(
             raise ScheduleError(
                 "A rank does not have enough memory for one microbatch.",
                 where=f"stage {rank}",
-                observed=f"{limit:.0f} bytes for activations",
-                expected=f"at least {cost.activation_bytes:.0f}",
+                observed=f"{human_bytes(limit)} for activations",
+                expected=f"at least {human_bytes(cost.activation_bytes)}",
                 todo="Use more and smaller microbatches, more ranks, or activation checkpointing.",
             )
     choices = [_Choices(*each) for each in product((True, False), repeat=3)]

@@ -22,6 +22,7 @@ from functools import partial
 from itertools import product
 
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation.actions import FORWARD, INPUT_BACKWARD, Action, ActionTable
 from lightning_fxpipe.simulation.costs import Link, StageCosts
 from lightning_fxpipe.simulation.simulator import run_table
@@ -68,8 +69,8 @@ def zero_bubble_v(
         least = [costs[rank].activation_bytes + costs[-1 - rank].activation_bytes for rank in ranks]
         raise ScheduleError(
             "No V-shaped schedule fits in this memory.",
-            observed=f"{', '.join(f'{limit:.0f}' for limit in limits)} bytes for the ranks' activations",
-            expected=f"more than {', '.join(f'{num_bytes:.0f}' for num_bytes in least)}",
+            observed=f"{', '.join(human_bytes(limit) for limit in limits)} for the ranks' activations",
+            expected=f"more than {', '.join(human_bytes(num_bytes) for num_bytes in least)}",
             todo='Allow more memory, or use schedule="zero_bubble".',
         )
     return min(tables, key=lambda table: run_table(table, costs, link=link).longest_rank_seconds)

@@ -27,7 +27,7 @@ from lightning_fxpipe.strategy.options import (
     PositiveInt,
     check_options,
     duration_of,
-    refuses_unknown_names,
+    reads_options,
 )
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
@@ -41,6 +41,8 @@ class ConfiguredStrategy(ReplicaStrategy):
 
     Traces the model call inside the step and cuts it into stages, which run on separate devices in separate processes. Splits
     each batch into microbatches that flow through the stages.
+
+    An option that is None, null in a config, has its default; only for ``heartbeat_timeout`` it means something else.
 
     Options by purpose:
 
@@ -121,7 +123,7 @@ class ConfiguredStrategy(ReplicaStrategy):
 
     strategy_name = "fxpipe"
 
-    @refuses_unknown_names
+    @reads_options
     def __init__(
         self,
         num_stages: PositiveInt | Literal["auto"] = "auto",

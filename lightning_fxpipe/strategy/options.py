@@ -67,14 +67,20 @@ else:
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
 
 
-def refuses_unknown_names(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Wraps the strategy's constructor: a wrong option name is a TypeError that suggests the nearest one."""
+def reads_options(constructor: Callable[P, None]) -> Callable[P, None]:
+    """Wraps the strategy's constructor: an option that is None has its default, a wrong name raises a TypeError.
+
+    Configs write null for an option that is not set, which no parser refuses. For ``heartbeat_timeout`` it is a value.
+    """
     names = [*signature(constructor).parameters]
 
     @wraps(constructor)
     def construct(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in (name for name in kwargs if name not in names):
-            raise TypeError(f"FxPipeStrategy() got an unexpected keyword argument {name!r}{suggestion(name, names)}")
+        for name in list(kwargs):
+            if name not in names:
+                raise TypeError(f"FxPipeStrategy() got an unexpected keyword argument {name!r}{suggestion(name, names)}")
+            if kwargs[name] is None and name != "heartbeat_timeout":
+                del kwargs[name]
         constructor(*args, **kwargs)
 
     return construct

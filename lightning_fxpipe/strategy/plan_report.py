@@ -41,15 +41,15 @@ def report_plan(
         name = chosen.schedule if chosen else "gpipe (1f1b if memory is short)"
     if count is None and num_samples is not None:
         count = chosen.num_microbatches if chosen else default_num_microbatches(num_samples, placement.num_ranks)
-    inform(f"\n{plan}\n{run_words(plan, name, count, placement.by_rank)}\n")
+    inform(f"{plan}\n{run_words(plan, name, count, placement.by_rank)}")
     if any(stage.skipping_bytes for stage in plan.stages) and not topology.can_skip:
-        inform("On these devices, tensors sent past stages are forwarded by the stages in between.\n")
+        inform("On these devices, tensors sent past stages are forwarded by the stages in between.")
     num_replicas = topology.num_ranks * topology.replicas.count // placement.num_ranks
     if num_replicas > 1:
         held = gradient_bytes(plan, module, placement)
         grid = ReplicaGrid(
             num_replicas=num_replicas, placement=placement, ranks_per_machine=ranks_per_machine, gradient_bytes=held
         )
-        inform(f"\n{grid}\n")
+        inform(str(grid))
     # The default for a single rank is one, the batch as it is.
     report_batch_norm(module, num_microbatches or (1 if placement.num_ranks == 1 else None))

@@ -225,8 +225,7 @@ class RunPlans:
             note = partial(setattr, self, "_num_samples")
             trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, first_batches, note)
             kind = step_of_run(trainer)
-            first = {"after_seconds": 0} if self._last is None else {}
-            with telling(f"Tracing the {kind.words}", **first):
+            with telling(f"Tracing the {kind.words}"):
                 planned = trial.plan(kind)
         self._last = module, planned.plan, trainer.state.fn
         return planned
@@ -312,7 +311,7 @@ class _Trial:
         if options.balance != "auto" or kind is not StepKind.TRAIN or must_run_jointly(self.module):
             return None
         if torch.are_deterministic_algorithms_enabled():
-            inform('With Trainer(deterministic=True), no choice depends on timings: balance="auto" is "flops".')
+            inform('balance="auto" uses "flops", because Trainer(deterministic=True) excludes choices by measured times.')
             rule = replace(self._rule(batch), balance="flops")
         elif options.schedule.table is not None:  # all that is left to choose is where to cut
             rule = replace(self._rule(batch), balance="seconds")

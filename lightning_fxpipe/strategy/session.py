@@ -374,8 +374,8 @@ class Session:
         if not is_whole:
             if unsent := self._submodules.share(self._topology.control_group):
                 warn(
-                    "Values that a module's forward sets on its stage's rank cannot be sent to other ranks: "
-                    f"{', '.join(unsent)}."
+                    "Attributes that a forward has set cannot be pickled, so only the ranks of that module's stage have the "
+                    f"new values: {', '.join(unsent)}. Store tensors or plain values instead."
                 )
             return_memory()  # of activations, where there will be weights
             gather(self.module, self.plan, self._topology, self._dropped)

@@ -412,7 +412,7 @@ def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
     own = of_root(Precision, plugin)
     if kind.backward is not own.backward:
         yield (
-            f"{kind.__name__}.backward, which is never called, because the schedule runs backward inside the step",
+            f"{kind.__name__}.backward, which would run on the last stage only",
             "scale the loss in the plugin's pre_backward instead",
         )
     if kind.clip_grad_by_norm is not own.clip_grad_by_norm and trainer.gradient_clip_val:
@@ -428,8 +428,8 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
         yield f"the accelerator {type(trainer.accelerator).__name__}", "use accelerator='gpu' with CUDA devices, or 'cpu'"
     if type(trainer.strategy.checkpoint_io) not in in_all_roots(TorchCheckpointIO):
         yield (
-            f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which would write the parts of all ranks to one file",
-            "remove the plugin: every rank writes its part of a checkpoint folder itself",
+            f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which cannot write a model that several ranks hold",
+            "remove the plugin: the strategy writes checkpoints, in the background with FxPipeStrategy(async_save=True)",
         )
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir

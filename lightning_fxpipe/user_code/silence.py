@@ -61,10 +61,7 @@ class silencing:
             self._blocks.pop().__exit__(kind, error, traceback)
         lines = self._printed.getvalue().splitlines()[-_KEPT_LINES:]
         if lines and isinstance(error, Exception) and not isinstance(error, FxPipeError):
-            add_note(
-                error,
-                "\n".join([("Printed during the trial of the step before the run (s0, s1, ... stand for sizes):"), *lines]),
-            )
+            add_note(error, "\n".join(["Output of the code before the error (s0, s1, ... are symbolic sizes):", *lines]))
 
 
 class _Silenced:

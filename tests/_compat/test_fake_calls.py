@@ -206,3 +206,14 @@ def test_who_asks_for_the_memory_of_results_gets_no_more_than_of_other_fakes() -
     assert [result.untyped_storage().data_ptr() for result in results] == [0, 0, 0]
     results.clear()
     gc.collect()
+
+
+@pytest.mark.parametrize("num_samples", [2, 16])
+def test_a_convolution_sets_no_condition_on_the_number_of_samples(num_samples: int) -> None:
+    """Otherwise a graph that was traced with a batch of 16 would not run microbatches of fewer samples, on CPUs."""
+    world, select = FakeWorld(), torch._C._select_conv_backend
+    fake = world.input(torch.ones(num_samples, 3, 8, 8), (0,))
+    with world.active():
+        torch.nn.functional.conv2d(fake, torch.empty(8, 3, 3, 3), padding=1)
+    assert not world.guards()
+    assert torch._C._select_conv_backend is select

@@ -130,8 +130,8 @@ def test_memory_that_no_cut_fits_into_is_refused() -> None:
     unit = StageCosts(forward_seconds=1, input_backward_seconds=1, activation_bytes=2, state_bytes=10)
     with pytest.raises(PartitionError, match="No partition into 2 stages fits in memory") as refused:
         fastest_cut([unit] * 4, [0.0] * 3, 2, by_counts(one_forward_one_backward, 4), memory_bytes=[20, 30])
-    assert refused.value.observed == "14, 36 bytes with the closest partition"
-    assert refused.value.expected == "at most 20, 30"
+    assert refused.value.observed == "14 B, 36 B with the closest partition"
+    assert refused.value.expected == "at most 20 B, 30 B"
 
 
 def test_a_schedule_that_fits_no_cut_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate, combinations
 
 import numpy as np
@@ -12,10 +13,15 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.planner.partition import Demands, NothingFits, Weights, cheapest_cuts, lightest_maximum, solve
+from lightning_fxpipe.planner.partition import Demands, NothingFits, Weights, cheapest_cuts, lightest_maximum
 
 Numbers = list[int]
 Costs = list[int | None]
+
+
+def solve(weights: Sequence[int] | Weights, cut_costs: Sequence[int | None], num_stages: int) -> tuple[int, ...]:
+    """The cuts if all stages are alike."""
+    return cheapest_cuts(Demands(weights if isinstance(weights, Weights) else Weights(tuple(weights)), cut_costs, num_stages))
 
 
 def stage_weights(weights: Numbers, cuts: tuple[int, ...]) -> list[int]:

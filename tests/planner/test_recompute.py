@@ -54,7 +54,7 @@ def test_only_the_hidden_state_crosses_the_cuts_of_a_decoder() -> None:
     plan = make_plan(decoder(), token_ids(BATCH), num_stages=4)
     assert [[tensor.requires_grad for tensor in stage.outputs] for stage in plan.stages] == [[True], [True], [True], []]
     hidden = BATCH * 12 * 16 * 4
-    assert [stage.adjacent_bytes for stage in plan.stages] == [hidden] * 3 + [0]
+    assert [stage.output_bytes for stage in plan.stages] == [hidden] * 3 + [0]
     assert [stage.skipping_bytes for stage in plan.stages] == [0] * 4
     assert {tensor.module for tensor in plan.recomputed} == {"", "rotary"}
     assert len(plan.recomputed) == 3  # cosines, sines and the mask
@@ -70,7 +70,7 @@ def test_cheap_value_that_only_the_last_stage_uses_is_not_sent(table: Callable[[
     plan = make_plan(Layers(run), batch(), num_stages=4)
     num_bytes = 0 if is_cheap else BATCH * WIDTH * 8
     assert [stage.skipping_bytes for stage in plan.stages] == [num_bytes, 0, 0, 0]
-    assert [stage.adjacent_bytes for stage in plan.stages] == [96, 96, 96, 0]
+    assert [stage.output_bytes - stage.skipping_bytes for stage in plan.stages] == [96, 96, 96, 0]
     assert [tensor.stages for tensor in plan.recomputed] == ([(3,)] if is_cheap else [])
 
 

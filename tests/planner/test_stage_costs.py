@@ -56,7 +56,7 @@ def test_a_model_is_cut_by_what_its_stages_take(name: str) -> None:
     costs, device = unit_costs(chain), DEVICES[name]
     cut_bytes = [None if site.obstacle else float(site.num_bytes) for site in chain.sites[:-1]]
     found = fastest_cut(
-        units_as_stages(chain, costs, device),
+        units_as_stages(costs, device),
         cut_bytes,
         3,
         lambda stages: one_forward_one_backward(len(stages), 8),

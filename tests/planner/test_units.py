@@ -179,7 +179,7 @@ def test_a_step_without_a_call_is_refused() -> None:
 
 def test_more_stages_than_the_modules_have_parts_are_refused() -> None:
     module = Single()
-    with pytest.raises(PartitionError, match="one in 1, other in 1"):
+    with pytest.raises(PartitionError, match="stages of the modules that the step calls: 1 of one, 1 of other"):
         plan_units(module, units_of(module, torch.ones(6, 4)), num_stages=3)
 
 

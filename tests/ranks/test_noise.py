@@ -179,13 +179,10 @@ def test_an_ordinary_run_says_what_it_says_on_one_device_and_the_plan(ranks: Ran
         assert not [line for line in lines if _INNER.search(line)], f"rank {rank}"
     told = [[text for name, _, text in said["records"] if name == "lightning_fxpipe"] for said in both]
     assert told[1] == []
-    assert told[0][0] == "Tracing the training step …"
-    assert told[0][1].strip().startswith("Pipeline of")
-    assert re.search(
-        r"Schedule .*, \d microbatches of \d samples; rank 0: stage 1, rank 1: stage 0", " ".join(told[0][1].split())
-    )
-    # On a busy machine a later trace may take long enough to be told.
-    assert all(line.startswith("Tracing the ") for line in told[0][2:])
+    # On a busy machine, a trace may take long enough to be logged.
+    (plan,) = (line for line in told[0] if not line.startswith("Tracing the "))
+    assert plan.startswith("Pipeline of")
+    assert re.search(r"Schedule .*, \d microbatches of \d samples; rank 0: stage 1, rank 1: stage 0", " ".join(plan.split()))
 
 
 def test_what_the_package_causes_is_heard() -> None:

@@ -19,19 +19,17 @@ def test_table_is_exactly_this() -> None:
     table = render_table("Title", HEADERS, [("a", "1"), ("bcd", "1000")], right_aligned=("Count",), caption="Below")
     assert lines(table) == [
         "Title",
-        "",
-        "  Name   Count",
-        " ──────────────",
-        "  a          1",
-        "  bcd     1000",
-        "",
+        " Name   Count",
+        "──────────────",
+        " a          1",
+        " bcd     1000",
         "Below",
     ]
 
 
 def test_columns_not_listed_as_right_aligned_are_left_aligned() -> None:
     table = render_table("T", HEADERS, [("a", "1")])
-    assert lines(table)[4] == "  a      1"
+    assert lines(table)[3] == " a      1"
 
 
 def test_square_brackets_are_text_not_markup() -> None:
@@ -56,7 +54,7 @@ def test_long_cell_is_folded_and_nothing_is_lost() -> None:
     cell = "".join(f"layer{i}." for i in range(60))
     table = render_table("T", HEADERS, [(cell, "123456789")], right_aligned=("Count",))
     assert max(map(len, lines(table))) <= 80
-    rows = lines(table)[4:]
+    rows = lines(table)[3:]
     assert "".join(row.split()[0] for row in rows if row.strip()) == cell
     assert "123456789" in rows[0]
 
@@ -64,7 +62,7 @@ def test_long_cell_is_folded_and_nothing_is_lost() -> None:
 def test_a_line_is_broken_between_words_and_not_inside_a_number() -> None:
     cell = ", ".join(f"option{index}=0.001" for index in range(9))
     table = render_table("T", HEADERS, [(cell, "1")], right_aligned=("Count",))
-    assert len(lines(table)) > 5
+    assert len(lines(table)) > 4
     assert table.count("=0.001") == 9
 
 

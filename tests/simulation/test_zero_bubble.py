@@ -67,7 +67,7 @@ def test_memory_for_less_than_a_microbatch_is_refused() -> None:
     cost = StageCosts(forward_seconds=1, input_backward_seconds=1, weight_backward_seconds=1, activation_bytes=8)
     with pytest.raises(ScheduleError, match="not have enough memory for one microbatch[^*]*stage 1") as refused:
         zero_bubble([cost] * 3, 4, memory_bytes=[100, 7, 100])
-    assert refused.value.expected == "at least 8"
+    assert refused.value.expected == "at least 8 B"
 
 
 def test_an_order_that_does_not_fit_is_refused() -> None:

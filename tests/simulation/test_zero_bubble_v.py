@@ -59,8 +59,8 @@ def test_any_costs_give_an_order_that_can_be_run_in_the_memory(
 def test_memory_in_which_no_order_is_found_is_refused() -> None:
     with pytest.raises(ScheduleError, match="No V-shaped schedule fits in this memory") as refused:
         zero_bubble_v([UNIT] * 4, 8, memory_bytes=[1e6, 300])
-    assert refused.value.observed == "1000000, 300 bytes for the ranks' activations"
-    assert refused.value.expected == "more than 400, 400"
+    assert refused.value.observed == "976.6 KiB, 300 B for the ranks' activations"
+    assert refused.value.expected == "more than 399.5 B, 399.5 B"
 
 
 @pytest.mark.parametrize(("num_stages", "count"), [(3, 8), (8, 7)])

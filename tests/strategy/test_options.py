@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 from pathlib import Path
@@ -59,6 +60,19 @@ def test_options_of_a_config_are_overridden(tmp_path: Path) -> None:
     _, printed = run("--config", str(config), "--print_config")
     assert "num_microbatches: 8" in printed
     assert f"loss_weight: {__name__}.count" in printed
+
+
+@pytest.mark.parametrize("name", [*inspect.signature(FxPipeStrategy).parameters])
+def test_null_in_a_config_is_the_default(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"trainer": {"strategy": {"class_path": "FxPipeStrategy", "init_args": {name: None}}}}))
+    strategy, printed = run("--config", str(config))
+    assert isinstance(strategy, FxPipeStrategy), printed
+    default = vars(FxPipeStrategy(**({name: None} if name == "heartbeat_timeout" else {})))
+    plain = ("_num_microbatches", "_loss", "_backend", "_timeout", "_heartbeat", "_start_method", "_gather_after_run")
+    assert [vars(strategy)[attribute] for attribute in plain] == [default[attribute] for attribute in plain]
+    assert strategy._plans.options == default["_plans"].options
+    assert (strategy._heartbeat is None) == (name == "heartbeat_timeout")
 
 
 @pytest.mark.parametrize(
