@@ -65,7 +65,7 @@ OTHERS = (
     Versions(name="python3.12", python="3.12"),
     Versions(name="torch2.14", requirements=("torch==2.14.*",)),
     Versions(name="python3.13", python="3.13", requirements=(NEWEST_TORCH,)),
-    Versions(name="torch2.12", requirements=("torch==2.12.*",)),
+    *(Versions(name=f"torch{version}", requirements=(f"torch=={version}.*",)) for version in ("2.12", "2.11", "2.10")),
 )
 
 

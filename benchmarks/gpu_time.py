@@ -8,12 +8,14 @@ All candidates train the same GPT on the same batches, in one process and in alt
 
   by hand              a loop that takes each batch at once
   by hand, parts       a loop that accumulates over the microbatches
+  compiled             the first loop, with the model compiled (``--compiled``)
   Lightning            the plain Trainer
   one stage            Trainer(strategy="fxpipe"), a batch at once
   stages               the same in ``--stages`` stages with ``--microbatches`` microbatches
 
 A step's time is the mean over ``--steps`` steps, after which the device is waited for; the host's time is what passes until it
-has asked for all of them. Waits are what ``torch.cuda.set_sync_debug_mode`` reports in other steps, with the lines that ask.
+has asked for all of them. Idle is the share of some more steps in which no kernel runs, by ``torch.profiler``. Waits are what
+``torch.cuda.set_sync_debug_mode`` reports in other steps, with the lines that ask.
 Memory is the most that tensors take.
 """
 
@@ -25,7 +27,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from typing import Any
 from step_time import MIB, loss_of, make_model, make_optimizer, spread
 
 CANDIDATES = ("by hand", "by hand, parts", "Lightning", "one stage", "stages")
+COMPILED = "compiled"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Work:
     warmup_steps: int = 5
     steps: int = 20
     counted_steps: int = 4
+    profiled_steps: int = 2
 
 
 SIZES = {"large": Work(), "tiny": Work(dim=32, num_layers=4, num_heads=4, context=32, batch_size=16, precision="32-true")}
@@ -64,12 +68,14 @@ def main() -> None:
     for name, value in asdict(Work()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=None)
     parser.add_argument("--rounds", type=int, default=3, help="how often each candidate runs")
+    parser.add_argument("--compiled", action="store_true", help="with the loop whose model is compiled, which takes a minute")
     options = vars(parser.parse_args())
     rounds, size = options.pop("rounds"), options.pop("size")
+    candidates = [*CANDIDATES, *([COMPILED] if options.pop("compiled") else [])]
     work = replace(SIZES[size], **{name: value for name, value in options.items() if value is not None})
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CANDIDATES}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in candidates}
     for index in range(rounds):
-        for name in CANDIDATES:
+        for name in candidates:
             runs[name].append(measure(name, work))
             print(f"round {index + 1}/{rounds}  {name:16s} {runs[name][-1]['step_ms']:8.1f} ms", file=sys.stderr, flush=True)
     report(work, runs)
@@ -89,12 +95,13 @@ def report(work: Work, runs: dict[str, list[dict[str, Any]]]) -> None:
                 spread([run["step_ms"] for run in rounds], "{:.1f}"),
                 spread(ratios, "{:.3f}"),
                 spread([run["host_ms"] for run in rounds], "{:.1f}"),
+                "-" if rounds[0]["idle"] is None else spread([run["idle"] for run in rounds], "{:.2f}"),
                 f"{sum(rounds[0]['waits'].values()):.2g}",
                 f"{max(run['peak_mib'] for run in rounds):.0f}",
                 f"{difference:.1e}",
             )
         )
-    headers = ("Candidate", "Step ms", "Ratio", "Host ms", "Waits", "Peak MiB", "Largest loss difference")
+    headers = ("Candidate", "Step ms", "Ratio", "Host ms", "Idle", "Waits", "Peak MiB", "Largest loss difference")
     print(render_table(f"On one device: {work}", headers, rows, right_aligned=headers[1:]))
     for name, rounds in runs.items():
         for line, count in rounds[0]["waits"].items():
@@ -113,7 +120,8 @@ class Meter:
         self._begun = 0.0
         self._waits: Counter[str] = Counter()
         self._watching: Any = None
-        self._found: dict[str, Any] = {}
+        self._profiler: Any = None
+        self._found: dict[str, Any] = {"idle": None}
         self.losses: list[Any] = []
 
     def step_done(self, loss: Any) -> None:
@@ -125,6 +133,14 @@ class Meter:
             self._begun = time.perf_counter()
         elif self._num_steps == work.warmup_steps + work.steps + work.counted_steps:
             self._watching.__exit__(None, None, None)
+            self._wait()
+            self._profiler = kernel_profiler() if work.accelerator == "gpu" else None
+        elif self._num_steps == num_steps(work) and self._profiler is not None:
+            self._wait()
+            self._profiler.stop()
+            self._found["idle"] = idle_share(
+                (event.time_range.start, event.time_range.end) for event in self._profiler.events()
+            )
         elif self._num_steps == work.warmup_steps + work.steps:
             self._found["host_ms"] = 1000 * (time.perf_counter() - self._begun) / work.steps
             self._wait()
@@ -145,6 +161,32 @@ class Meter:
         peak = torch.cuda.max_memory_allocated() if self._work.accelerator == "gpu" else 0
         losses = [float(loss) for loss in self.losses]
         return {**self._found, "waits": waits, "peak_mib": peak / MIB, "losses": losses}
+
+
+def kernel_profiler() -> Any:
+    """A profiler of kernels that runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    profiler.start()
+    return profiler
+
+
+def idle_share(spans: Iterable[tuple[float, float]]) -> float:
+    """The share of the time from the first beginning to the last end in which none of the spans runs."""
+    busy = end = 0.0
+    begin: float | None = None
+    for start, stop in sorted(spans):
+        if begin is None:
+            begin = end = start
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return 0.0 if begin is None or end == begin else 1 - busy / (end - begin)
+
+
+def num_steps(work: Work) -> int:
+    """Steps of a run."""
+    return work.warmup_steps + work.steps + work.counted_steps + work.profiled_steps
 
 
 @contextmanager
@@ -174,8 +216,9 @@ def measure(candidate: str, work: Work) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     meter = Meter(work)
-    if candidate.startswith("by hand"):
-        run_by_hand(replace(work, microbatches=work.microbatches if "parts" in candidate else 1), meter)
+    if candidate == COMPILED or candidate.startswith("by hand"):
+        work = replace(work, microbatches=work.microbatches if "parts" in candidate else 1)
+        run_by_hand(work, meter, compiles=candidate == COMPILED)
     else:
         run_trainer(candidate, work, meter)
     return meter.report()
@@ -186,18 +229,18 @@ def make_batches(work: Work) -> Any:
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    num_steps = work.warmup_steps + work.steps + work.counted_steps
-    start, stride = (torch.randint(1, 8, (num_steps, work.batch_size, 1), generator=generator) for _ in range(2))
+    start, stride = (torch.randint(1, 8, (num_steps(work), work.batch_size, 1), generator=generator) for _ in range(2))
     batches = (start + stride * torch.arange(work.context + 1)) % 256
     return batches.pin_memory() if work.accelerator == "gpu" else batches
 
 
-def run_by_hand(work: Work, meter: Meter) -> None:
+def run_by_hand(work: Work, meter: Meter, *, compiles: bool) -> None:
     import torch
 
     device = torch.device("cuda" if work.accelerator == "gpu" else "cpu")
     model = make_model(work).to(device)
     optimizer = make_optimizer(model.parameters())
+    model = torch.compile(model) if compiles else model
     for batch in make_batches(work):
         batch, total = batch.to(device, non_blocking=True), torch.zeros((), device=device)
         for part in batch.chunk(work.microbatches):

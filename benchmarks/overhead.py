@@ -7,7 +7,7 @@
 A step's time is divided among parts, and a part's time is without that of parts inside. Each rank's main thread keeps the time
 that it works (``time.thread_time``), which other programs change little, and the time that it waits. What one device or
 a pipeline written by hand would need, too, is not the strategy's: what the stages and the user's step take by themselves,
-autograd's backward pass, torch's schedule, the optimizer's kernel, Lightning's loops and the user's own loader. Everything else
+autograd's backward pass, the optimizer's kernel, Lightning's loops and the user's own loader. Everything else
 is: what it adds to the step and the stages while they run, votes, waiting outside of the schedule, the loader's wrapper,
 its share of the optimizer step. Means over 100 steps, those with more checks among them.
 
@@ -40,7 +40,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Where the time goes that one device or a pipeline written by hand would need, too.
-NOT_OURS = ("stages", "user's step", "backward", "torch's schedule", "optimizer", "Lightning and the loader")
+NOT_OURS = ("stages", "user's step", "backward", "optimizer", "Lightning and the loader")
 AROUND = "around the user's step"
 WIDTH = 32
 
@@ -283,10 +283,10 @@ def instrument(parts: Parts) -> None:
     from lightning_fxpipe.hooks.old_gradients import OldGradients
     from lightning_fxpipe.hooks.user_hooks import Hooks
     from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
-    from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run
+    from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run, step_tail
     from lightning_fxpipe.runtime.attributes import StepAttributes
     from lightning_fxpipe.runtime.batch_gradients import BatchGradients
-    from lightning_fxpipe.schedules.pipelining import Pipeline
+    from lightning_fxpipe.schedules.executor import Executor
     from lightning_fxpipe.strategy import session
     from lightning_fxpipe.strategy.strategy import FxPipeStrategy
     from lightning_fxpipe.user_code.members import Members
@@ -305,7 +305,7 @@ def instrument(parts: Parts) -> None:
     parts.wrap("random numbers", region_pass, "seed_generators")
     parts.wrap_context("random numbers", region_pass, "isolated_rng")
     parts.wrap_context("random numbers", one_f_one_b, "isolated_rng")
-    parts.wrap("random numbers", one_f_one_b, "rng_state", "set_rng_state", "same_rng")
+    parts.wrap("random numbers", step_tail, "rng_state", "set_rng_state", "same_rng")
     parts.wrap("random numbers", region_run, "rng_state")
     parts.wrap_context("logging", StepLog, "capture")
     parts.wrap("logging", StepLog, "_add")
@@ -317,13 +317,13 @@ def instrument(parts: Parts) -> None:
     parts.wrap("metrics of the module", session, "held_metrics")
     parts.wrap("metrics of the module", session.MetricStates, "__init__", "changes")
     parts.wrap("around the microbatches", region_pass.RegionPass, "_forward_one", "_backward_one")
-    parts.wrap("around the microbatches", one_f_one_b.InterleavedPass, "_one")
+    parts.wrap("around the microbatches", one_f_one_b.InterleavedPass, "_compute")
     parts.wrap("gradients put in place", BatchGradients, "install")
     parts.wrap_context("gradients put in place", BatchGradients, "computing")
     parts.wrap("gradients put in place", OldGradients, "parameters", "keep_new", "release")
-    parts.wrap("step of each microbatch, undone", one_f_one_b.StepTail, "run")
+    parts.wrap("step of each microbatch, undone", step_tail.StepTail, "run")
     parts.wrap("whole batch", batch_run.PipelineRuntime, "run")
-    parts.wrap("torch's schedule", Pipeline, "step")
+    parts.wrap("messages and the order of actions", Executor, "step")
     parts.wrap("backward", torch.autograd, "backward")
     parts.wrap("optimizer", torch.optim.AdamW, "step")
     parts.wrap("optimizer", torch.optim.Optimizer, "zero_grad")

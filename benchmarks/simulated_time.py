@@ -145,12 +145,11 @@ class Runs:
 
     def __init__(self, name: str, model: Model) -> None:
         import torch
-        import torch.distributed as dist
 
         from lightning_fxpipe.distributed.topology import Placement, make_topology
         from lightning_fxpipe.recording.recorder import Recorder
         from lightning_fxpipe.schedules.by_name import SCHEDULES as KNOWN
-        from lightning_fxpipe.schedules.by_name import breadth_first, training_order
+        from lightning_fxpipe.schedules.by_name import forward_order, training_order
         from lightning_fxpipe.simulation.actions import ActionTable
 
         self.schedule = KNOWN[name]
@@ -159,17 +158,14 @@ class Runs:
         self.topology = topology = make_topology(torch.device("cpu"), placement=placement)  # its groups end with it
         self.recorder = Recorder()
         self.stages = topology.stages
-        self.own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        order = training_order(self.schedule, placement, model.num_microbatches)
-        self.together = self.pipeline(topology.stages, order, topology.group, model.num_microbatches)
+        self.together = self.executor(training_order(self.schedule, placement, model.num_microbatches), topology.rank)
         # As many microbatches are kept as in the schedule: memory that a step takes anew is slower than what it has.
         self.is_counted: Callable[[Any], bool] = (lambda action: action.microbatch > 0) if self.schedule.alternates else bool
         if self.schedule.alternates:
-            one_by_one, count = ActionTable.of([self.one_by_one()]), 1 + NUM_ALONE
+            one_by_one = ActionTable.of([self.one_by_one()])
         else:
-            count = model.num_microbatches
-            one_by_one = breadth_first(Placement(num_ranks=1, stages_per_rank=len(model.modules)), count)
-        self.alone = self.pipeline(range(len(model.modules)), one_by_one, self.own, count)
+            one_by_one = forward_order(Placement(num_ranks=1, stages_per_rank=len(model.modules)), model.num_microbatches)
+        self.alone = self.executor(one_by_one, 0)
 
     def one_by_one(self) -> list[Any]:
         """Each microbatch through all stages before the next one."""
@@ -186,33 +182,43 @@ class Runs:
             )
         ]
 
-    def pipeline(self, stages: Sequence[int], order: Any, group: Any, num_microbatches: int) -> Any:
+    def executor(self, table: Any, rank: int) -> Any:
         import torch
 
-        from lightning_fxpipe.schedules.pipelining import Pipeline
-        from lightning_fxpipe.schedules.places import Noting, Place
+        from lightning_fxpipe.schedules.executor import Channels, Executor, PassRecording
+        from lightning_fxpipe.schedules.program import Edge, program_of
 
-        model, splits, last = self.model, self.schedule.splits, len(self.model.modules) - 1
-        places = [
-            Place(
-                stage=stage,
-                index=stage,
-                received=model.boundaries[stage - 1] if stage else (),
-                sent=None if stage == last else model.boundaries[stage],
-                parameters=tuple(model.modules[stage].parameters()) if splits else None,
-            )
-            for stage in stages
-        ]
-        return Pipeline(
-            places,
-            num_places=last + 1,
-            num_microbatches=num_microbatches,
-            order=order,
+        topology, boundaries = self.topology, enumerate(self.model.boundaries)
+        edges = [Edge(source=stage, target=stage + 1, spec=spec) for stage, specs in boundaries for spec in specs]
+        return Executor(
+            program_of(table, edges, rank),
             device=torch.device("cpu"),
-            group=group,
-            has_backward=True,
-            noting=Noting(recorder=self.recorder, first=0, kind=None),
+            channels=Channels(onward=None, back=None, global_ranks=tuple(map(topology.global_rank, range(2)))),
+            recording=PassRecording(recorder=self.recorder, first=0),
         )
+
+    def computing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Runs the actions of a step; ``run`` computes one microbatch of a stage."""
+        import torch
+
+        from lightning_fxpipe.schedules.stage_graph import StageGraph, StageGraphs
+        from lightning_fxpipe.simulation.actions import FORWARD
+
+        graphs, last = StageGraphs(), len(self.model.modules) - 1
+
+        def compute(action: Any, received: tuple[Any, ...]) -> Sequence[Any]:
+            if action.kind is not FORWARD:
+                return graphs.backward(action, received)
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in received)
+            outputs = run(action.stage, action.microbatch, leaves)
+            if action.stage < last:
+                graphs.put(action, StageGraph.of(leaves, outputs), splits=self.schedule.splits)
+                return [output.detach() for output in outputs]
+            graph = StageGraph.of(leaves, [outputs])
+            graphs.put(action, graph, splits=self.schedule.splits, gradient=torch.ones_like(outputs))
+            return ()
+
+        return compute
 
     def own_or_nothing(self, stage: int, index: int, received: Sequence[Any]) -> Any:
         """One microbatch of a stage of this process; of another's what has its size."""
@@ -227,7 +233,7 @@ class Runs:
         dist.barrier()
         self.recorder.begin(torch.device("cpu"))
         with self.recorder.during("all"):
-            self.alone.step(self.own_or_nothing)
+            self.alone.step(self.computing(self.own_or_nothing))
         spans = [span for span in self.recorder.end().spans if not isinstance(span.work, str) and self.is_counted(span.work)]
         found: list[dict[int, list[float]]] = [{}, {}]
         own = {}
@@ -247,7 +253,7 @@ class Runs:
 
         dist.barrier()
         begin = time.perf_counter()
-        self.together.step(run)
+        self.together.step(self.computing(run))
         taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         return float(taken)

@@ -83,9 +83,9 @@ def main() -> None:
 def report(work: Work, times: dict[str, list[float]], losses: dict[str, list[float]], peaks: dict[str, float]) -> None:
     """Prints the table, and whether all did the same work."""
     from lightning_fxpipe.reporting.table import render_table
-    from lightning_fxpipe.schedules.pipelining import bubble_fraction
 
-    ideal = 1 - bubble_fraction(work.stages, work.microbatches)
+    # GPipe and 1F1B with equal stages idle (P-1)/(M+P-1) of a step (arXiv 1811.06965, section 2.3).
+    ideal = 1 - (work.stages - 1) / (work.microbatches + work.stages - 1)
     rows = []
     for name in CANDIDATES:
         ratios = [t / b for t, b in zip(times[name], times["torch"], strict=True)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -38,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, purpose = COMMANDS[options.command]
     try:
         command = getattr(importlib.import_module(f"lightning_fxpipe.cli.{module}"), options.command)
-        return int(command(options.arguments, f"{purpose[0].upper()}{purpose[1:]}."))
+        status = int(command(options.arguments, f"{purpose[0].upper()}{purpose[1:]}."))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except argparse.ArgumentError as error:
         print(f"error: {error}\nTry `fxpipe {options.command} --help`.", file=sys.stderr)
         return 2

@@ -37,10 +37,6 @@ _WITH_OWN_RANKS = (
     "tests/test_readme.py",
 )
 
-# Stages of one process whose microbatches go forward and backward by turns (support.check_order).
-_BY_TURNS = ("tests/schedules/test_split_backward.py", "tests/_compat/test_pipelining.py")
-
-
 # Tests with a case for each of many models, steps, orders or options, of which any few show the mechanism: the suite runs every
 # n-th case, from the first on; the same every day, so that a failure is of the change. `.ci/all_tests.py` runs all.
 _EVERY_NTH = {
@@ -146,12 +142,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             num_cases[test] += 1
         if item.nodeid.startswith(_LONG):
             item.add_marker(pytest.mark.slow)
-    if torch.__version__ < (2, 13):
-        for item in items:
-            if item.nodeid.startswith(_WITH_RANKS):
-                item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} runs one process"))
-            elif torch.__version__ < (2, 12) and item.nodeid.startswith(_BY_TURNS):
-                item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} runs stages of one device one way"))
 
 
 class _RanksApart(LoadScopeScheduling):

@@ -60,7 +60,6 @@ KNOW_PRIVATE_NAMES = {
         "_compat.lightning",
         "_compat.loops",
         "_compat.loggers",
-        "_compat.pipelining",
         "_compat.step_hooks",
         "_compat.device_mesh",
     ),

@@ -3,7 +3,7 @@ data follows from their sizes, strides and kinds.
 
 torch has a memory for such calls, too. But where sizes are symbols, it takes half a millisecond to put a result together from
 them, with a dozen steps of arithmetic in Python, and a third of all operators are not remembered. Here a result is a copy of an
-earlier one, for which nothing is calculated but the size of its memory. torch 2.11-2.15.
+earlier one, for which nothing is calculated but the size of its memory. torch 2.9-2.15.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Symbols for the sizes of fake tensors, on which the same arithmetic is done once. torch 2.11-2.15.
+"""Symbols for the sizes of fake tensors, on which the same arithmetic is done once. torch 2.9-2.15.
 
 Whatever is asked of a tensor (is it contiguous, how large is its memory) is a dozen of sums and products of its sizes, each of
 which torch puts into a normal form anew.
@@ -39,7 +39,7 @@ class Sizes(ShapeEnv):
     def number(self, value: int | float) -> tuple[Any, Any]:
         """Makes a symbol for a number that is no size; returns it, and the symbolic number that code gets.
 
-        No public name does. torch 2.11-2.15.
+        No public name does. torch 2.9-2.15.
         """
         source = ConstantSource(f"number_{len(self.numbers) + 1}")
         symbol = self.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
@@ -102,7 +102,7 @@ for _name in _OPERATIONS:
 
 
 def number_hint(value: Any) -> Any:
-    """Returns the value that a trace runs with in place of a symbolic float; other values as they are. torch 2.11-2.15."""
+    """Returns the value that a trace runs with in place of a symbolic float; other values as they are. torch 2.9-2.15."""
     hint = value.node.hint if isinstance(value, torch.SymFloat) else None
     return value if hint is None else float(hint)
 
@@ -128,7 +128,7 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
 def symbolic_math() -> list[tuple[Any, str, Any]]:
     """Patches by which functions of :mod:`math` give expressions for symbolic numbers, whose values they would ask for.
 
-    torch has most of these functions, under private names. torch 2.11-2.15.
+    torch has most of these functions, under private names. torch 2.9-2.15.
     """
     originals = {name: getattr(math, name) for name in _OF_NUMBERS}
 

@@ -1,4 +1,4 @@
-"""torch's modes, and their stack: its names are not public. torch 2.11-2.15; tests/_compat/test_modes.py calls each."""
+"""torch's modes, and their stack: its names are not public. torch 2.9-2.15; tests/_compat/test_modes.py calls each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 
 class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators below a torch call; the public modes see the call only. torch 2.11-2.15.
+    """Sees the operators below a torch call; the public modes see the call only. torch 2.9-2.15.
 
     torch wraps what a mode does in a function that torch.compile shall leave alone, which takes four times as long as what
     ours do, at each operator. torch 2.13-2.15.
@@ -34,7 +34,7 @@ class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
 class function_mode_removed:
     """Takes an active mode off torch's stack for the block, wherever it lies: calls then cost nothing more.
 
-    Inside ``__torch_function__`` torch has taken it off already. torch 2.11-2.15.
+    Inside ``__torch_function__`` torch has taken it off already. torch 2.9-2.15.
     """
 
     # No generator: such a block is around each microbatch.
@@ -59,28 +59,28 @@ class function_mode_removed:
 
 
 def has_function_mode() -> bool:
-    """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.11-2.15."""
+    """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.9-2.15."""
     return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
 
 
 def is_watched() -> bool:
-    """Whether somebody watches torch's functions, or the operators below them. torch 2.11-2.15."""
+    """Whether somebody watches torch's functions, or the operators below them. torch 2.9-2.15."""
     return has_function_mode() or bool(_get_current_dispatch_mode_stack())
 
 
 def makes_fakes() -> bool:
-    """Whether tensors that are made have no data, as while a step is recorded. torch 2.11-2.15."""
+    """Whether tensors that are made have no data, as while a step is recorded. torch 2.9-2.15."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def unwatched_torch() -> AbstractContextManager[None]:
-    """No function mode sees the torch calls of the block. torch 2.11-2.15."""
+    """No function mode sees the torch calls of the block. torch 2.9-2.15."""
     # As it is, in no generator: such blocks are around each call of a step.
     return torch._C.DisableTorchFunction()
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """No mode of either kind sees the block: its tensors have data even while a module is made without any. torch 2.11-2.15."""
+    """No mode of either kind sees the block: its tensors have data even while a module is made without any. torch 2.9-2.15."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

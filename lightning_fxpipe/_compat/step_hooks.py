@@ -1,4 +1,4 @@
-"""Hooks around the steps of optimizers. torch 2.11-2.15; tests/_compat/test_step_hooks.py calls each."""
+"""Hooks around the steps of optimizers. torch 2.9-2.15; tests/_compat/test_step_hooks.py calls each."""
 
 from __future__ import annotations
 

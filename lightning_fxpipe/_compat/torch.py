@@ -17,10 +17,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-# Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.11-2.15.
+# Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.9-2.15.
 from torch._dispatch.python import enable_python_dispatcher
 
-# A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
+# A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.9-2.15.
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -37,7 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 
-# The public ``torch.utils.pytree`` forwards to this module; two of these are only here. torch 2.11-2.15.
+# The public ``torch.utils.pytree`` forwards to this module; two of these are only here. torch 2.9-2.15.
 from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -50,17 +50,17 @@ from lightning_fxpipe._compat.fake_calls import repeated_calls
 from lightning_fxpipe._compat.fake_sizes import Sizes
 from lightning_fxpipe._compat.modes import TorchDispatchMode as TorchDispatchMode
 
-# Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
+# Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.9-2.15.
 NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
 
-# What ``torch.nn.utils.rnn`` packs and pads sequences with. torch 2.11-2.15.
+# What ``torch.nn.utils.rnn`` packs and pads sequences with. torch 2.9-2.15.
 PACK_PADDED: Callable[..., Any] = torch._VF._pack_padded_sequence
 PAD_PACKED: Callable[..., Any] = torch._VF._pad_packed_sequence
 
-# The attributes in which recurrent layers keep a second list of their weights. torch 2.11-2.15.
+# The attributes in which recurrent layers keep a second list of their weights. torch 2.9-2.15.
 RECURRENT_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 
-# The attributes in which ``nn.Module`` lists the user hooks around its forward. torch 2.11-2.15.
+# The attributes in which ``nn.Module`` lists the user hooks around its forward. torch 2.9-2.15.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -150,7 +150,7 @@ def forget_fakes() -> None:
     """Frees what torch keeps of all fake tensors and sizes of the process, some of it for ever.
 
     That is the shapes that operators gave, and each trace's symbols, in caches of ``ShapeEnv``'s methods. A trace has
-    symbols of its own, so that what is kept of others is never used again. No public name frees it. torch 2.11-2.15.
+    symbols of its own, so that what is kept of others is never used again. No public name frees it. torch 2.9-2.15.
     """
     FakeTensorMode.cache_clear()
     for kept in (*vars(ShapeEnv).values(), _maybe_evaluate_static_worker):
@@ -167,7 +167,7 @@ def symbolic_expression(value: Any) -> Any:
 
 @contextmanager
 def outside_fakes() -> Iterator[None]:
-    """Leaves the active fake mode for the block, so that tensors have data. torch 2.11-2.15."""
+    """Leaves the active fake mode for the block, so that tensors have data. torch 2.9-2.15."""
     with unset_fake_temporarily():
         yield
 
@@ -202,7 +202,7 @@ def size_hint(value: int | torch.SymInt) -> int:
 def symbol_hints(size: torch.SymInt) -> dict[Any, int]:
     """Every symbol of a size that follows from the inputs' sizes, at the value that the trace ran with.
 
-    No public name asks for a symbol. torch 2.11-2.15; ``size_hint`` is deprecated since 2.13, and 2.11 has no other.
+    No public name asks for a symbol. torch 2.9-2.15; ``size_hint`` is deprecated since 2.13, and 2.11 has no other.
     """
     environment = size.node.shape_env
     hint_of = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint
@@ -210,13 +210,13 @@ def symbol_hints(size: torch.SymInt) -> dict[Any, int]:
 
 
 def size_of_symbol(symbol: Any, like: Any, hint: int) -> torch.SymInt:
-    """A symbol as a size in the world of a fake tensor, with its value there. No public name makes one. torch 2.11-2.15."""
+    """A symbol as a size in the world of a fake tensor, with its value there. No public name makes one. torch 2.9-2.15."""
     size: torch.SymInt = like.fake_mode.shape_env.create_symintnode(symbol, hint=hint)
     return size
 
 
 def unknown_size(like: Any) -> torch.SymInt:
-    """A new size in the world of a fake tensor that depends on data, as that of ``nonzero``. torch 2.11-2.15."""
+    """A new size in the world of a fake tensor that depends on data, as that of ``nonzero``. torch 2.9-2.15."""
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
     size: torch.SymInt = like.fake_mode.shape_env.create_unbacked_symint()
@@ -225,7 +225,7 @@ def unknown_size(like: Any) -> torch.SymInt:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that share memory. No public identity of a storage works for fake tensors. torch 2.11-2.15."""
+    """Equal for tensors that share memory. No public identity of a storage works for fake tensors. torch 2.9-2.15."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -252,7 +252,7 @@ def is_writing(func: Any) -> bool:
 def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an operator writes into, by its schema, to which there is no public way.
 
-    The schemas of batch norm do not say that they write their running statistics. torch 2.11-2.15.
+    The schemas of batch norm do not say that they write their running statistics. torch 2.9-2.15.
     """
     return tuple(
         (position, argument.name)
@@ -265,13 +265,13 @@ def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The dictionaries in which a module has its submodules, parameters and buffers.
 
-    The public iterators walk through the whole module, which takes too long to be done at each batch. torch 2.11-2.15.
+    The public iterators walk through the whole module, which takes too long to be done at each batch. torch 2.9-2.15.
     """
     return module._modules, module._parameters, module._buffers
 
 
 def modules_inside(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What ``named_modules`` gives; in a sixth of the time where reads of modules' attributes are watched. torch 2.11-2.15."""
+    """What ``named_modules`` gives; in a sixth of the time where reads of modules' attributes are watched. torch 2.9-2.15."""
     found, seen = dict[str, torch.nn.Module](), set[int]()
 
     def visit(path: str, inside: torch.nn.Module) -> None:
@@ -287,7 +287,7 @@ def modules_inside(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Grows with every in-place change of a tensor or of a view of it. torch 2.11-2.15."""
+    """Grows with every in-place change of a tensor or of a view of it. torch 2.9-2.15."""
     return int(tensor._version)
 
 
@@ -295,7 +295,7 @@ def unscaling_watched(scaler: Any, after: Callable[[dict[torch.device, Tensor]],
     """What to patch so that ``after`` sees, and changes, what a ``GradScaler`` finds when it looks for infinite gradients.
 
     That is a flag for each device. Whether a step is skipped and how the scale goes on follow from these flags; no public
-    method has them. torch 2.11-2.15.
+    method has them. torch 2.9-2.15.
     """
     unscale = scaler._unscale_grads_
 
@@ -314,7 +314,7 @@ def tracing_friendly_torch() -> Iterator[None]:
     """Stops torch's own modules from taking shortcuts that look at data.
 
     nn.Transformer's fast path and its causal-mask detection compare mask values; recorded on fake tensors either would end the
-    trace or bake the example's answer into the graph. torch 2.11-2.15.
+    trace or bake the example's answer into the graph. torch 2.9-2.15.
     """
     import torch.nn.modules.transformer as transformer
 
@@ -386,7 +386,7 @@ def _remove(owner: Any, name: str) -> None:
 def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContextManager[None] | None]) -> tuple[Any, str, Any]:
     """What to patch so that functions under ``checkpoint(use_reentrant=False)`` run in a block of ours instead.
 
-    ``checkpoint`` is imported by name everywhere, so it cannot be replaced; the generator that it calls can. torch 2.11-2.15;
+    ``checkpoint`` is imported by name everywhere, so it cannot be replaced; the generator that it calls can. torch 2.9-2.15;
     since 2.14 it has another name, and takes the function's arguments as a tuple and a dict.
 
     Args:
@@ -413,7 +413,7 @@ def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContext
 
 def tensors_moved_along(root: nn.Module) -> list[Tensor]:
     """The tensors that ``root.to(...)`` moves besides parameters and buffers, such as the states of metrics: those that a class
-    asks about in an ``_apply`` of its own. Nothing is moved. torch 2.11-2.15."""
+    asks about in an ``_apply`` of its own. Nothing is moved. torch 2.9-2.15."""
     moved: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -445,17 +445,17 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def is_saved_buffer(module: nn.Module, name: str) -> bool:
-    """Whether one of a module's own buffers is part of its state dict; to make that would run hooks. torch 2.11-2.15."""
+    """Whether one of a module's own buffers is part of its state dict; to make that would run hooks. torch 2.9-2.15."""
     return name not in module._non_persistent_buffers_set
 
 
 def takes_device(operator: Any) -> bool:
-    """Whether an operator has an argument for the device of its result; no public name tells. torch 2.11-2.15."""
+    """Whether an operator has an argument for the device of its result; no public name tells. torch 2.9-2.15."""
     return any(argument.name == "device" for argument in operator._schema.arguments)
 
 
 def num_results_of(operator: Any) -> int:
-    """How many values an operator returns. torch 2.11-2.15."""
+    """How many values an operator returns. torch 2.9-2.15."""
     return len(operator._schema.returns)
 
 
@@ -470,7 +470,7 @@ def unprofiled() -> Iterator[None]:
     """Within, profilers do not note what this thread begins, such as a message that may arrive much later.
 
     torch's profiler frees a cycle's notes at its end, and what a transfer that began in that cycle then notes of its own end is
-    written into freed memory. No public name keeps a transfer out of the notes. torch 2.11-2.15.
+    written into freed memory. No public name keeps a transfer out of the notes. torch 2.9-2.15.
     """
     torch._C._autograd._enable_record_function(False)
     try:
@@ -480,19 +480,19 @@ def unprofiled() -> Iterator[None]:
 
 
 def abort_process_groups() -> None:
-    """Makes calls that wait on a device for other ranks give up; ``ProcessGroup.abort`` is for one group. torch 2.11-2.15."""
+    """Makes calls that wait on a device for other ranks give up; ``ProcessGroup.abort`` is for one group. torch 2.9-2.15."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
 
 
 def end_workers(loader: Any) -> None:
-    """Ends the worker processes that a dataloader keeps for its next epoch; it has no public way to. torch 2.11-2.15."""
+    """Ends the worker processes that a dataloader keeps for its next epoch; it has no public way to. torch 2.9-2.15."""
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None
 
 
 def standard_normals(draw: Any) -> list[tuple[Any, str, Any]]:
-    """What to patch so that ``torch.distributions`` draw by one call, not by one in place. torch 2.11-2.15."""
+    """What to patch so that ``torch.distributions`` draw by one call, not by one in place. torch 2.9-2.15."""
     owners = (torch.distributions.normal, torch.distributions.multivariate_normal, torch.distributions.studentT)
     return [(owner, "_standard_normal", draw) for owner in (*owners, torch.distributions.lowrank_multivariate_normal)]

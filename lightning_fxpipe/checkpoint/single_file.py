@@ -102,16 +102,15 @@ def _collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | No
     if topology.num_ranks == 1:
         return dict(mine)
     names = gather_values(topology.control_group, list(mine))
-    last = topology.last_place  # which is on rank 0
-    known = set(names[last])
+    known = set(names[0])
     result = dict(mine)
-    for rank in range(topology.num_ranks):
-        wanted = [name for name in names[rank] if rank != last and name not in known]
+    for rank, theirs in enumerate(names[1:], start=topology.first_rank + 1):
+        wanted = [name for name in theirs if name not in known]
         known.update(wanted)
-        if rank == topology.rank and wanted:
+        if rank == dist.get_rank() and wanted:
             send_value({name: mine[name] for name in wanted}, topology.last_rank, topology.control_group)
         elif topology.is_last and wanted:
-            result |= receive_value(topology.global_rank(rank), topology.control_group)
+            result |= receive_value(rank, topology.control_group)
     return result if topology.is_last else None
 
 

@@ -56,10 +56,11 @@ def read_work(command: str, purpose: str, arguments: Sequence[str], add_options:
         add_options=add_options,
     )
     options = cli.config
-    if options.get("data") is None:
-        raise FxPipeError(
-            "The config defines no data.", todo="Add a section `data` to the config, or pass --data package.module.Class."
-        )
+    for name in ("model", "data"):
+        if options.get(name) is None:
+            what = f"The config defines no {name}." if known.config else f"No config, and no --{name}."
+            todo = f"Pass --{name} package.module.Class, or --config FILE, a LightningCLI config with a section `{name}`."
+            raise FxPipeError(what, todo=todo)
     sections = Namespace(model=options.model, data=options.data)  # type: ignore[no-untyped-call]
     made = cli.parser.instantiate(sections)
     silence_lightning()
@@ -87,7 +88,7 @@ class _ConfigCLI(LightningCLI):
         """Adds the model and the data; of the Trainer any option is accepted."""
         parser.add_argument("--trainer", type=dict, default={}, help="Trainer options; only `devices` is used")
         model, data = self.model_class, self.datamodule_class
-        parser.add_lightning_class_args(model or LightningModule, "model", subclass_mode=model is None)
+        parser.add_lightning_class_args(model or LightningModule, "model", subclass_mode=model is None, required=False)
         parser.add_lightning_class_args(data or LightningDataModule, "data", subclass_mode=data is None, required=False)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -58,7 +58,10 @@ def check_agreement(
 
 
 def gather_values(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
-    """The small, picklable values of all ranks, by pipeline rank; this one's without a group. Called by all of the group."""
+    """Returns the small, picklable values of all ranks in the order of their global ranks; only this one's without a group.
+
+    Called by every rank of the group.
+    """
     if group is None:
         return [value]
     found: list[bytes] = [b""] * dist.get_world_size(group)

@@ -6,8 +6,8 @@ the replicas, which talk once for each optimizer step, may be on several.
 
 Within a pipeline the last stage lives on its first global rank: of the first replica that is rank 0, where Lightning has its
 progress bar, loggers and the results of ``predict``. So the stages run against the ranks, unless they come back in a V, which
-ends where it began. A process group with that order makes the pipeline's ranks those of the group (``sort_ranks=False``; a
-DeviceMesh would sort).
+ends where it began. The *pipeline rank* counts with the stages, as the lines of a schedule table do; process groups have the
+order of the global ranks.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ class Topology:
     """This rank's place in its pipeline.
 
     Attributes:
-        group: Process group whose ranks are the pipeline's.
+        group: Process group with the pipeline's ranks; carries what stages send to a higher pipeline rank.
         control_group: Group with the same ranks for small messages between CPUs.
         rank: This process's pipeline rank.
         placement: Which rank has which stages.
         device: This rank's device.
-        backward_group: Process group in which the stages are placed in the same way when they are numbered from the last one.
+        backward_group: Group with the same ranks; carries what stages send to a lower pipeline rank.
         timeout: How long a rank waits for another.
         replicas: The pipelines beside this one.
     """
@@ -203,16 +203,15 @@ class Topology:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks, by replica and by place in the pipeline, in the order of the stages. First asked for by every rank."""
-        places, replicas = range(self.num_ranks), range(self.replicas.count)
-        mesh = [[self.placement.global_rank(place, replica) for place in places] for replica in replicas]
+        """The ranks, by replica and in the pipeline, where the first has the last stage. First asked for by every rank."""
+        mesh = torch.arange(self.replicas.count * self.num_ranks).view(-1, self.num_ranks)
         group = self.replicas.group
         if group is None:  # there is one replica: a group of this rank alone, which all ranks make, or names would clash
             alone = [dist.new_group([rank], self.timeout) for rank in range(dist.get_world_size())]
             group = alone[dist.get_rank()]
             closed_with(self, [group])
         assert self.group is not None
-        return DeviceMesh.from_group([group, self.group], self.device.type, torch.tensor(mesh), mesh_dim_names=MESH_AXES)
+        return DeviceMesh.from_group([group, self.group], self.device.type, mesh, mesh_dim_names=MESH_AXES)
 
     def group_of(self, ranks: Iterable[int], *, controls: bool = False) -> dist.ProcessGroup:
         """A group of some of the pipeline's ranks, made once. Called by every rank of every replica, with those of the same
@@ -290,31 +289,28 @@ def make_topology(device: torch.device, timeout: timedelta | None = None, placem
     num_ranks = placement.num_ranks
     made: list[dist.ProcessGroup] = []
 
-    def new_group(ranks: Sequence[int], *, against: bool = False, controls: bool = False) -> dist.ProcessGroup | None:
+    def new_group(ranks: Sequence[int], *, controls: bool = False) -> dist.ProcessGroup | None:
         """This rank's group, if it is one of them."""
-        # torch has no `sort_ranks` before 2.13, where one rank is all there may be (support.check_torch).
-        order: dict[str, Any] = {"ranks": [*reversed(ranks)], "sort_ranks": False} if against else {"ranks": [*ranks]}
-        found = dist.new_group(timeout=timeout, backend="gloo" if controls else None, **order)
+        found = dist.new_group([*ranks], timeout, backend="gloo" if controls else None)
         if not isinstance(found, dist.ProcessGroup):
             return None
         made.append(found)
         return found
 
     pipelines = [range(first, first + num_ranks) for first in range(0, world_size, num_ranks)]
-    is_gloo, against = dist.get_backend() == "gloo", num_ranks > 1 and not placement.is_v
-    (group,) = filter(None, [new_group(ranks, against=against) for ranks in pipelines])
-    control = group
+    is_gloo = dist.get_backend() == "gloo"
+    (group,) = filter(None, map(new_group, pipelines))
+    control = backward = group
     if not is_gloo:
-        (control,) = filter(None, [new_group(ranks, against=against, controls=True) for ranks in pipelines])
-    # Numbered from the last one, the stages run with the ranks; those of a V are where they were.
-    backward = group
-    if not placement.is_v:
-        (backward,) = filter(None, [new_group(ranks) for ranks in pipelines])
+        # NCCL does one after the other what two ranks exchange in a group, in both directions.
+        (backward,) = filter(None, map(new_group, pipelines))
+        (control,) = filter(None, [new_group(ranks, controls=True) for ranks in pipelines])
+    own = dist.get_rank() % num_ranks
     topology = Topology(
         group=group,
         backward_group=backward,
         control_group=control,
-        rank=dist.get_rank(group),
+        rank=next(place for place in range(num_ranks) if placement.global_rank(place) == own),
         placement=placement,
         device=device,
         timeout=timeout,

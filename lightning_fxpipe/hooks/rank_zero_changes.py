@@ -39,7 +39,7 @@ def rank_zero_changes(mine: Entries, before: Mapping[Hashable, str], topology: T
     with without_modes():
         own = {name: fingerprint(value) for name, value in mine.items()}
         told = gather_values(topology.control_group, own)
-        zeros = told[topology.last_place]  # which is on rank 0
+        zeros = told[0]
         others = [{name for name in each if name in zeros and each[name] != zeros[name]} for each in told]
         differing = sorted(set[Any]().union(*others), key=str)
         lost = [name for name in differing if name in own and own[name] != zeros[name] == before.get(name)]

@@ -426,7 +426,7 @@ class Hooks:
         while are_others_back:  # to look at something, before they come to this call
             result, by_rank = self._vote({_LOGGING: 1.0, _DIGEST: digest, _MINUS_DIGEST: -digest}, numbers_logged)
             are_others_back = any(result[kind] > 0 for kind in _LOOKS)
-        zeros = by_rank[self._topology.last_place] if by_rank else None  # which is on rank 0
+        zeros = by_rank[0] if by_rank else None
         if zeros is None:
             return values
         self._report({n for logged in by_rank if logged for n in logged if not same_number(logged[n], zeros.get(n))})

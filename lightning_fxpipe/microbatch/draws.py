@@ -2,7 +2,7 @@
 
 What user code draws outside the stages (samplers, augmentation, noise in the step) must be the same on every rank, or the ranks
 would train on different data; and it should be what one device draws for the whole batch. So all ranks start with the same
-generator states and stay in lock step. Where the step's code runs for each microbatch (``runtime.one_f_one_b``), the first
+generator states and stay in lock step. Where the step's code runs for each microbatch (``runtime.step_tail``), the first
 draws for the whole batch, and the others take their part of it (:class:`BatchDraws`). Numbers without a batch dimension
 (mixup's lambda) are the same for all microbatches.
 

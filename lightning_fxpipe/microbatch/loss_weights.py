@@ -15,8 +15,7 @@ from enum import Enum
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, autograd
-from torch.autograd.graph import GradientEdge
+from torch import Tensor
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
@@ -121,43 +120,6 @@ def imported_weight(path: str) -> Any:
             found = getattr(found, name)
         return found
     raise ValueError(f"loss_weight={path!r}: no such module; expected a path such as 'package.module.function'")
-
-
-def without_gradient(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Zero, with gradients of zero for the tensors.
-
-    The loss of a microbatch with weight zero. Its own may be nan, and nan times zero is nan.
-    """
-    if not tensors:
-        return torch.zeros((), device=device, requires_grad=True)
-    zero: Tensor = _WithoutGradient.apply(*tensors)  # type: ignore[no-untyped-call]
-    return zero
-
-
-def reaches(loss: Tensor, ends: Sequence[GradientEdge]) -> list[bool]:
-    """Of each end of a graph, whether gradients of the loss come to it from there."""
-    known = [(end.node, end.output_nr) for end in ends]
-    seen, waiting = set[Any](), [(loss.grad_fn, loss.output_nr)]
-    while waiting:
-        edge = waiting.pop()
-        if edge not in seen:
-            seen.add(edge)
-            waiting += edge[0].next_functions if edge[0] is not None and edge not in known else ()
-    return [end in seen for end in known]
-
-
-class _WithoutGradient(autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        return tensors[0].new_zeros((), dtype=torch.get_default_dtype())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) if needed else None
-            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
-        )
 
 
 # --------------------------------------------------------------------------------------------------- comparing

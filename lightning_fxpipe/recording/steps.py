@@ -52,7 +52,8 @@ def gathered(own: RankStep, topology: Topology, label: str) -> MeasuredStep | No
     """
     offsets = clock_offsets(topology)
     parts = gather_values(topology.control_group, own)
-    return put_together(parts, offsets, label) if topology.is_last else None
+    by_place = [parts[topology.global_rank(place) - topology.first_rank] for place in range(topology.num_ranks)]
+    return put_together(by_place, offsets, label) if topology.is_last else None
 
 
 def put_together(parts: Sequence[RankStep], offsets: Sequence[ClockOffset], label: str) -> MeasuredStep:

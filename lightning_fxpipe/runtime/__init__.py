@@ -9,7 +9,7 @@ The step around the region
 Through the stages
     - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.
     - ``same_cuts``: that every rank has recorded the same graph.
-    - ``stage_places``: where a stage is on the way forward and back.
+    - ``stage_edges``: what the stages give each other.
     - ``pass_setup``: what a batch goes through the stages with (stage, number of microbatches, schedule objects), kept for
       batches of the same shapes (``lru``).
     - ``batch_passes``: the passes of the running batch.
@@ -18,6 +18,7 @@ Through the stages
     - ``region_pass``: forward, then backward, as one operation of autograd (GPipe). Both schedules check
       here what a stage is about to send: the next one receives into buffers of fixed shapes.
     - ``one_f_one_b``: forward and backward by turns (1F1B), and that the losses of microbatches make the batch's.
+    - ``step_tail``: the step's code after the region, for a microbatch.
     - ``batch_reads``: the batch's values in the step's run for a microbatch.
     - ``result_gradients``: that its gradients are made so, too.
     - ``batch_gradients``: the gradients that it has found, until the loss goes backward.

@@ -16,12 +16,13 @@ from lightning_fxpipe.metrics.step_log import LogEntry
 from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.runtime.batch_gradients import BatchGradients, ParkedLoss
 from lightning_fxpipe.runtime.known_numbers import KnownNumbers
-from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, StepTail
+from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.runtime.stage_traces import StageTrace
+from lightning_fxpipe.runtime.step_tail import StepTail
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.undo import undo_after

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.modes import unwatched_torch
@@ -24,6 +24,7 @@ from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.parameter_use import written_by
 from lightning_fxpipe.tracing.torch_calls import LOOKS, tensors_among
 
+_FLAT = frozenset({Tensor, nn.Parameter, int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device})
 _CONSTANTS = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.eye, torch.linspace})
 
 
@@ -96,13 +97,13 @@ class BatchReads(TorchFunctionMode):
             for key in [key for key, (tensor, _) in self._known.items() if storage_key(tensor) in written]:
                 del self._known[key]
         elif all(id(tensor) in self._known for tensor in given) if given else func in _CONSTANTS:
-            args_of_batch, kwargs_of_batch = tree_map(self._of_batch, (args, dict(kwargs)))
-            call = _OfBatch(lambda: [*_tensors_made(func(*_values(args_of_batch), **_values(kwargs_of_batch)))])
+            known = {id(tensor): self._known[id(tensor)] for tensor in given}
+            # A list may be another when the call is made; most calls have none, and most are not made.
+            has_container = any(type(each) not in _FLAT for each in (*args, *kwargs.values()))
+            arguments = tree_map(lambda leaf: leaf, (args, dict(kwargs))) if has_container else (args, kwargs)
+            call = _OfBatch(partial(_made_of_batch, func, arguments, known))
             for index, tensor in enumerate(made):
                 self._know(tensor, partial(_entry, call, index))
-
-    def _of_batch(self, leaf: Any) -> Any:
-        return self._known[id(leaf)][1] if isinstance(leaf, Tensor) else leaf
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -113,8 +114,10 @@ def _entry(call: _OfBatch, index: int) -> Any:
     return call.value()[index]
 
 
-def _values(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.value() if isinstance(leaf, _OfBatch) else leaf, tree)
+def _made_of_batch(func: Callable[..., Any], arguments: Any, known: Mapping[int, tuple[Tensor, _OfBatch]]) -> list[Tensor]:
+    """Makes a call with what its tensors are for the whole batch."""
+    args, kwargs = tree_map(lambda leaf: known[id(leaf)][1].value() if isinstance(leaf, Tensor) else leaf, arguments)
+    return [*_tensors_made(func(*args, **kwargs))]
 
 
 def _tensors_made(result: Any) -> Iterator[Tensor]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_fxpipe.independence.division import cut
+from lightning_fxpipe.stages.build import TensorSpec
 
 
 class JoinedResults:
@@ -17,13 +17,13 @@ class JoinedResults:
     is much where they are the logits of a large vocabulary.
 
     Args:
-        shapes: Of the results for the batch.
+        specs: Specs of the results for the batch.
         dims: Of each, the dimension along which microbatches are joined; None: all give the same.
         num_rows: Rows of the batch, in the dimension that is cut; results may have several entries for each.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int | None], num_rows: int) -> None:
-        self._shapes = shapes
+    def __init__(self, specs: Sequence[TensorSpec], dims: Sequence[int | None], num_rows: int) -> None:
+        self._specs = specs
         self._dims = dims
         self._num_rows = num_rows
         self._tensors: list[Tensor] = []
@@ -44,25 +44,16 @@ class JoinedResults:
         """
         is_whole, is_first = rows == self._num_rows, not self._tensors
         self.num_rows_there += rows
-        for number, (result, shape, dim) in enumerate(zip(results, self._shapes, self._dims, strict=True)):
+        for number, (result, spec, dim) in enumerate(zip(results, self._specs, self._dims, strict=True)):
             if is_whole or dim is None:
                 if is_first:
                     self._tensors.append(result)
                 continue
             if is_first:
-                self._tensors.append(_empty_like(result, shape))
+                self._tensors.append(spec.empty(result.device))
             cut(self._tensors[number], dim, start, rows, num_rows=self._num_rows).copy_(result)
 
     def take(self) -> tuple[Tensor, ...]:
         """The batch's results, once."""
         tensors, self._tensors = tuple(self._tensors), []
         return tensors
-
-
-def _empty_like(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Memory for tensors like ``part``, in the order of its dimensions."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(part.dim(), torch.contiguous_format)
-    if part.is_contiguous() or not part.is_contiguous(memory_format=memory_format):
-        memory_format = torch.contiguous_format
-    return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -36,12 +36,12 @@ from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
-from lightning_fxpipe.runtime.stage_places import StagePlaces
+from lightning_fxpipe.runtime.stage_edges import stage_edges
 from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
-from lightning_fxpipe.schedules.pipelining import Pipeline
-from lightning_fxpipe.schedules.places import Noting
-from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD
+from lightning_fxpipe.schedules.executor import Channels, Executor, PassRecording
+from lightning_fxpipe.schedules.program import BOTH_WAYS, Edge, program_of
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, ActionTable, Kind
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
@@ -61,12 +61,14 @@ class _Stages:
     """This rank's part of a trace.
 
     Attributes:
+        assignment: All stages.
         stages: The rank's stages, by their index.
         results: What the last stage gives.
         tail: Where the results are, what runs once for the batch.
         division: How the batch is cut; None where it is not.
     """
 
+    assignment: Assignment
     stages: Mapping[int, Stage]
     results: tuple[fx.Node, ...]
     tail: Stage | None
@@ -107,6 +109,8 @@ class PassSetups:
         self._plan = plan
         self._topology = topology
         self._log = log
+        global_ranks = tuple(map(topology.global_rank, range(topology.num_ranks)))
+        self._channels = Channels(onward=topology.group, back=topology.backward_group, global_ranks=global_ranks)
         self._whole: LruCache[StageTrace, _Stages] = LruCache(MAX_TRACES)
         self._divided: LruCache[StageTrace, _Stages | str] = LruCache(MAX_TRACES)
         self._batch_norms = [norm for _, norm in batch_norms(root)]
@@ -265,6 +269,7 @@ class PassSetups:
             assignment = assignment.with_skips(topology.last_stage)
         check_same_cuts(assignment, topology, may_run_whole=kind is not StepKind.TRAIN and not self._everywhere)
         return _Stages(
+            assignment=assignment,
             stages={
                 stage: build_stage(assignment, stage, self._plan.checkpointed_modules, compiles=self._compiles)
                 for stage in topology.stages
@@ -334,20 +339,17 @@ class PassSetups:
             index: Crossing(received=boundary_specs(stage.boundary_in, sizes), sent=boundary_specs(stage.boundary_out, sizes))
             for index, stage in stages.stages.items()
         }
-        pipeline = partial(Pipeline, num_places=last + 1, num_microbatches=part.count, device=topology.device)
-        noting = partial(Noting, recorder=self._recorder, first=part.first)
-        one_way = partial(pipeline, order=forward_order(topology.placement, part.count))
-        places = [StagePlaces(stage, crossings[index], topology.placement) for index, stage in stages.stages.items()]
-        onward = [each.onward(carried) for each in places]
-        forward = one_way(onward, group=topology.group, noting=noting(kind=FORWARD))
-        backward = alternating = None
-        if training:
-            back = [each.backward() for each in reversed(places)]
-            backward = one_way(back, group=topology.backward_group, noting=noting(kind=BACKWARD))
+        edges = stage_edges(stages.assignment, last, sizes, carried)
+        executor = partial(self._executor, edges, part.first)
+        one_way = forward_order(topology.placement, part.count)
+        interleaved = None
         if training and division is not None and self._schedule.alternates:
             # Made when it is needed.
-            noted = partial(pipeline, noting=noting(kind=None))
-            alternating = cache(partial(self._alternating, noted, stages, places, part.count))
+            interleaved = cache(
+                lambda: executor(
+                    training_order(self._schedule, topology.placement, part.count, self._plan.stage_work), BOTH_WAYS
+                )
+            )
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),
@@ -355,23 +357,27 @@ class PassSetups:
             crossings=crossings,
             sizes=sizes,
             admits_one_more=admits_one_more,
-            forward=forward,
-            backward=backward,
-            interleaved=alternating,
+            forward=executor(one_way, {FORWARD}),
+            backward=executor(one_way, {BACKWARD}) if training else None,
+            interleaved=interleaved,
         )
 
-    def _alternating(
-        self, pipeline: Callable[..., Pipeline], stages: _Stages, of_stages: Sequence[StagePlaces], count: int
-    ) -> Pipeline:
-        """Microbatches forward and backward by turns."""
-        topology, schedule = self._topology, self._schedule
-        places = [each.onward() for each in of_stages]
-        if schedule.splits:
-            places = [
-                dataclasses.replace(place, parameters=tuple(stages.stages[place.stage].module.parameters())) for place in places
-            ]
-        order = training_order(schedule, topology.placement, count, self._plan.stage_work)
-        return pipeline(places, order=order, group=topology.group, has_backward=True)
+    def _executor(self, edges: Sequence[Edge], first: int, table: ActionTable, kinds: Collection[Kind]) -> Executor:
+        """What runs a table's actions of some kinds.
+
+        Args:
+            edges: The tensors that stages give each other.
+            first: Number in the batch of the first microbatch.
+            table: All actions.
+            kinds: Those that run.
+        """
+        topology = self._topology
+        return Executor(
+            program_of(table, edges, topology.rank, kinds=kinds),
+            device=topology.device,
+            channels=self._channels,
+            recording=PassRecording(recorder=self._recorder, first=first),
+        )
 
 
 def _random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:

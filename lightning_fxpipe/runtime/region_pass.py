@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
@@ -37,7 +36,9 @@ from lightning_fxpipe.microbatch.split import Pass
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.runtime.joined_results import JoinedResults
 from lightning_fxpipe.runtime.stage_changes import StageChanges
-from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.schedules.executor import Executor
+from lightning_fxpipe.schedules.stage_graph import StageGraph
+from lightning_fxpipe.simulation.actions import Action
 from lightning_fxpipe.stages.build import Stage, TensorSpec
 from lightning_fxpipe.stages.memory import SavedBytes
 from lightning_fxpipe.stages.shared_casts import sharing_casts
@@ -45,6 +46,7 @@ from lightning_fxpipe.tracing.input_gradient import no_second_derivative
 
 _logger = logging.getLogger("lightning_fxpipe")
 
+_T = TypeVar("_T")
 RunBackward = Callable[[Any, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
@@ -72,8 +74,8 @@ class Leg:
         crossings: Of each of the rank's stages, what crosses its boundaries.
         sizes: Values of the graph's symbols for one of them.
         admits_one_more: Whether the graph holds for one of them with one sample more.
-        forward, backward: The pipelines; the latter only in training.
-        interleaved: Gives the pipeline that does both at once; None where there is none.
+        forward, backward: Run the passes; the latter only in training.
+        interleaved: Gives what runs both at once; None where there is none.
     """
 
     part: Pass
@@ -82,9 +84,19 @@ class Leg:
     crossings: Mapping[int, Crossing]
     sizes: Mapping[Any, int]
     admits_one_more: bool
-    forward: Pipeline
-    backward: Pipeline | None
-    interleaved: Callable[[], Pipeline] | None
+    forward: Executor
+    backward: Executor | None
+    interleaved: Callable[[], Executor] | None
+
+    def leaves(self, stage: int, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a stage has received for a microbatch, as leaves of its graph."""
+        trains = torch.is_grad_enabled()
+        specs = self.crossings[stage].received
+        return tuple(t.detach().requires_grad_(spec.requires_grad and trains) for t, spec in zip(received, specs, strict=True))
+
+    def trained(self, stage: int, outputs: Sequence[_T]) -> list[_T]:
+        """Those of a stage's outputs, or of something for each of them, that get gradients."""
+        return [output for output, spec in zip(outputs, self.crossings[stage].sent, strict=True) if spec.requires_grad]
 
     def number(self, index: int) -> int:
         """Of a microbatch, by its number among those of its size, the number in the batch."""
@@ -153,7 +165,7 @@ class PassSetup:
 
     def joining(self) -> JoinedResults:
         """Takes what the last stage gives for the microbatches."""
-        return JoinedResults([spec.shape for spec in self.joined_specs], self.joined_dims, self.num_rows)
+        return JoinedResults(self.joined_specs, self.joined_dims, self.num_rows)
 
     def run_tail(self, joined: Sequence[Tensor], value: Callable[[int], Tensor | None]) -> list[Tensor]:
         """The region's outputs.
@@ -258,17 +270,6 @@ class StageRun:
         return [None if value is None else cut(value, dim, leg.row(index), leg.rows) for value, dim in wanted]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """The graph of one microbatch in one stage: what it began with, and where it ended.
-
-    The outputs themselves have been sent or joined; their memory is given back, but for what autograd has saved.
-    """
-
-    received: tuple[Tensor, ...]
-    ends: tuple[GradientEdge | None, ...]  # None for an output that does not train
-
-
 @dataclass(eq=False)
 class RegionPass:
     """One call of the region. Made by every rank of the pipeline.
@@ -302,7 +303,7 @@ class RegionPass:
 
     def __post_init__(self) -> None:
         self._run = StageRun(self.setup, self.values, self.random_key)
-        self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and number of the microbatch
+        self._graphs: dict[tuple[int, int], StageGraph] = {}  # by stage and number of the microbatch
         self._results = self.setup.joining()
         self._carrying: str | None = None  # the call that notices the microbatch before
 
@@ -315,7 +316,7 @@ class RegionPass:
             On the last stage the joined results; those that train are results of one operation of autograd.
         """
         joined = self.run_forward()
-        trains = any(end is not None for kept in self._kept.values() for end in kept.ends)
+        trains = any(end is not None for graph in self._graphs.values() for end in graph.ends)
         if joined is None or not self.training or not torch.is_grad_enabled() or not trains:
             return joined
         anchor = torch.zeros((), requires_grad=True)
@@ -334,18 +335,16 @@ class RegionPass:
             self.tries = None  # it holds copies
         return self._results.take() if self.setup.is_last else None
 
-    def _forward_one(self, leg: Leg, of: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One microbatch through the stage ``of`` this index."""
+    def _forward_one(self, leg: Leg, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One microbatch forward through a stage."""
+        of, index = action.stage, action.microbatch
         setup, stage, number = self.setup, self.setup.stages[of], leg.number(index)
         state: Tensor | None = None
         if setup.carries_random_state and of:
             *tensors, state = received
             received = tuple(tensors)
         if self.training:
-            received = tuple(
-                tensor.detach().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
-                for tensor, spec in zip(received, leg.crossings[of].received, strict=True)
-            )
+            received = leg.leaves(of, received)
         if self.tries is not None and number == 0 and self.obstacle is None:
             mixing = self._run.mixing_call(leg, stage, index, received, self.tries.numbers.extend)
             self.obstacle = None if mixing is None else f"{mixing} mixes samples of the batch"
@@ -356,18 +355,16 @@ class RegionPass:
         if self.tries is not None and number == 0:
             self.tries.note_first(stage.module, [other.module for other in setup.stages.values() if other is not stage])
         if self.training and torch.is_grad_enabled():
-            ends = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
-            self._kept[of, number] = _Kept(received=received, ends=ends)
+            self._graphs[of, number] = StageGraph.of(received, leg.trained(of, outputs))
         detached = tuple(output.detach() for output in outputs)
         if of != setup.last_stage:
-            contiguous = tuple(output.contiguous() for output in detached)
             if state is None:
-                return contiguous
-            return *contiguous, state if of + 1 in setup.stages else sent_state(state, setup.device)
+                return detached
+            return *detached, state if of + 1 in setup.stages else sent_state(state, setup.device)
         if state is not None:
             set_generator_state(state, setup.device)
         self._results.put(detached, leg.row(index), leg.rows)
-        return (torch.zeros((), device=setup.device),)
+        return ()
 
     # ------------------------------------------------------------------ backward
 
@@ -393,47 +390,29 @@ class RegionPass:
         leg: Leg,
         joined: Sequence[Tensor | None],
         only: Sequence[Tensor] | None,
-        of: int,
-        index: int,
+        action: Action,
         received: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """One microbatch back through a stage; returns the gradients for the previous one.
+        """One microbatch back through a stage; returns the gradients of what the stage had received.
 
         Args:
             leg: The microbatches of its size.
             joined: On the last stage, the gradients of the joined results.
             only: See :meth:`backward`.
-            of: The stage's index.
-            index: The microbatch's number among them.
+            action: The stage and the microbatch's number among them.
             received: On another stage, the gradients of what it had sent.
         """
-        key, crossing = (of, leg.number(index)), leg.crossings[of]
-        kept = self._kept.get(key) if self.retains else self._kept.pop(key, None)
-        if kept is None:
+        of, index = action.stage, action.microbatch
+        key = of, leg.number(index)
+        graph = self._graphs.get(key) if self.retains else self._graphs.pop(key, None)
+        if graph is None:
             raise RuntimeError(
                 "Trying to backward through the pipelined calls a second time: their saved activations have been freed. "
                 "Specify retain_graph=True in the first call of backward."
             )
-        if of == self.setup.last_stage:
-            gradients = self._own_gradients(leg, index, joined)
-        else:
-            waiting = iter(received)
-            gradients = [next(waiting) if spec.requires_grad else None for spec in crossing.sent]
-        pairs = [
-            (end, gradient)
-            for end, gradient in zip(kept.ends, gradients, strict=True)
-            if end is not None and gradient is not None
-        ]
-        for tensor in kept.received:
-            tensor.grad = None
-        inputs = None if only is None else [tensor for tensor in (*kept.received, *only) if tensor.requires_grad]
-        if pairs and inputs != []:
-            torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs], retain_graph=self.retains, inputs=inputs)
-        trained = [t for t, spec in zip(kept.received, crossing.received, strict=True) if spec.requires_grad]
-        sent = tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in trained)
-        for tensor in trained:
-            tensor.grad = None
-        return sent or (torch.zeros((), device=self.setup.device),)
+        is_last = of == self.setup.last_stage
+        gradients = leg.trained(of, self._own_gradients(leg, index, joined)) if is_last else received
+        return graph.backward(gradients, only=only, retains=self.retains)
 
     def _own_gradients(self, leg: Leg, index: int, joined: Sequence[Tensor | None]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
@@ -476,12 +455,6 @@ class Operation(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative()
         return None, None, None, None, *ctx.run_backward(ctx, gradients)
-
-
-def gradient_specs(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """What travels back for tensors that travelled forward: at least one tensor, so that the next stage knows when to begin."""
-    trained = tuple(TensorSpec(shape=spec.shape, dtype=spec.dtype, requires_grad=False) for spec in specs if spec.requires_grad)
-    return trained or (TensorSpec(shape=(), dtype=torch.get_default_dtype(), requires_grad=False),)
 
 
 def _mismatch_error(stage: Stage, node: fx.Node, output: Tensor, spec: TensorSpec) -> UnsupportedError:

@@ -19,8 +19,8 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
 from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
-from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_pass import PassSetup
+from lightning_fxpipe.runtime.step_tail import StepTail
 from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.memory import memory_for_rank
 from lightning_fxpipe.tracing.trace_log import TraceLog

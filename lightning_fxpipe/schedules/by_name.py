@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, cast
-
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.planner.stage_costs import costs_of_work
 from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, Action, ActionTable
-from lightning_fxpipe.simulation.by_name import FITTED, SimulatedSchedule, table_of
+from lightning_fxpipe.simulation.by_name import FITTED, SimulatedSchedule, on_stages, table_of
 from lightning_fxpipe.simulation.costs import StageCosts
 
 ScheduleName = Literal[
@@ -42,10 +31,8 @@ ScheduleName = Literal[
     "v_min",
 ]
 
-# Of stages of which nobody knows what they take: each part as long.
+# Costs of a stage of which nothing is known: forward and both halves of backward take the same time.
 (_EQUAL,) = costs_of_work([StageWork(forward=1.0, input_backward=1.0, weight_backward=1.0, kept_bytes=1)])
-# A class of torch's, or a table that torch runs.
-Order = type[PipelineScheduleSingle] | type[PipelineScheduleMulti] | ActionTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,32 +89,11 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def forward_order(placement: Placement, num_microbatches: int) -> Order:
-    """An order for passes that go one way: each stage takes all microbatches before the rank's next stage does."""
-    return ScheduleGPipe if placement.stages_per_rank == 1 else breadth_first(placement, num_microbatches)
+def forward_order(placement: Placement, num_microbatches: int) -> ActionTable:
+    """Returns the order of GPipe: all microbatches forward through each of a rank's stages, then back (arXiv 2211.05953).
 
-
-def training_order(schedule: Schedule, placement: Placement, num_microbatches: int, work: tuple[StageWork, ...] = ()) -> Order:
-    """The order of a schedule whose microbatches go forward and backward by turns.
-
-    Where it is none for so few or so odd many microbatches, all go forward first: it takes more memory, and is as right.
-
-    Args:
-        schedule: The schedule.
-        placement: Where the stages are.
-        num_microbatches: How many there are.
-        work: What the stages take, for an order that is made from it; nothing where nobody knows: then each takes as long.
+    Its forward actions alone are the order of an evaluation.
     """
-    if schedule.is_fitted and work:
-        order = _table(schedule.name, costs_of_work(work), num_microbatches)
-        if order is not None:
-            return order
-    make = _of_table if schedule.table is not None else _ORDERS.get(schedule.name, _generated)
-    return make(schedule, placement, num_microbatches) or forward_order(placement, num_microbatches)
-
-
-def breadth_first(placement: Placement, num_microbatches: int) -> ActionTable:
-    """All microbatches forward through each of a rank's stages, then back (arXiv 2211.05953)."""
     microbatches = range(num_microbatches)
     return ActionTable.of(
         [
@@ -138,53 +104,36 @@ def breadth_first(placement: Placement, num_microbatches: int) -> ActionTable:
     )
 
 
-def _one_f_one_b(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
-    if placement.stages_per_rank > 1:
-        return _in_rounds(ScheduleInterleaved1F1B)(schedule, placement, num_microbatches)
-    return Schedule1F1B if num_microbatches >= placement.num_ranks else None
+def training_order(
+    schedule: Schedule, placement: Placement, num_microbatches: int, work: tuple[StageWork, ...] = ()
+) -> ActionTable:
+    """Returns the order of a schedule whose microbatches go forward and backward by turns.
 
+    Where it has none for so few or so odd many microbatches, all go forward first, which takes more memory.
 
-def _in_rounds(kind: type[PipelineScheduleMulti]) -> Callable[[Schedule, Placement, int], Order | None]:
-    """Of a class that takes microbatches in rounds, as many in each."""
-
-    def order(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
-        num_rounds = max(1, num_microbatches // placement.num_ranks)
-        return kind if num_microbatches % num_rounds == 0 else None
-
-    return order
-
-
-def _zbv(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
-    return ScheduleZBVZeroBubble
-
-
-def _dual_pipe_v(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
-    return ScheduleDualPipeV if num_microbatches >= placement.num_stages else None
-
-
-def _of_table(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
-    return schedule.table if num_microbatches == schedule.num_microbatches else None
-
-
-def _generated(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
-    """The table that the simulator would run for stages of equal cost."""
-    return _table(schedule.name, (_EQUAL,) * placement.num_stages, num_microbatches)
+    Args:
+        schedule: The schedule.
+        placement: The ranks of the stages.
+        num_microbatches: Number of microbatches.
+        work: Work of each stage, for an order that is made to fit it; empty if it is unknown: then it is the same for all.
+    """
+    if schedule.table is not None:
+        return schedule.table if num_microbatches == schedule.num_microbatches else forward_order(placement, num_microbatches)
+    name = on_stages("1f1b" if schedule.name == "auto" else cast(SimulatedSchedule, schedule.name), placement.stages_per_rank)
+    of_stages = [costs_of_work(work)] if schedule.is_fitted and work else []
+    tables = (
+        _table(name, costs, num_microbatches, placement.stages_per_rank)
+        for costs in (*of_stages, (_EQUAL,) * placement.num_stages)
+    )
+    return next(filter(None, tables), None) or forward_order(placement, num_microbatches)
 
 
 @lru_cache(maxsize=64)
-def _table(name: str, costs: tuple[StageCosts, ...], num_microbatches: int) -> ActionTable | None:
+def _table(
+    name: SimulatedSchedule, costs: tuple[StageCosts, ...], num_microbatches: int, stages_per_rank: int
+) -> ActionTable | None:
     """A search may take seconds, and a batch of other shapes asks for the same table."""
     try:
-        return table_of(cast(SimulatedSchedule, name), costs, num_microbatches)
+        return table_of(name, costs, num_microbatches, stages_per_rank)
     except ScheduleError:
         return None
-
-
-_ORDERS: dict[str, Callable[[Schedule, Placement, int], Order | None]] = {
-    "auto": _one_f_one_b,
-    "1f1b": _one_f_one_b,
-    "interleaved_1f1b": _in_rounds(ScheduleInterleaved1F1B),
-    "interleaved_zero_bubble": _in_rounds(ScheduleInterleavedZeroBubble),
-    "zbv_zero_bubble": _zbv,
-    "dualpipev": _dual_pipe_v,
-}

@@ -1,18 +1,18 @@
 """What a schedule takes, before anything runs: its table of actions, and the time that each action gets.
 
 - ``actions``: an action, and the table that says which rank does which in what order.
-- ``orders``: the tables of GPipe, 1F1B, looped breadth-first, and interleaved 1F1B.
+- ``orders``: the tables of GPipe, 1F1B, looped breadth-first, interleaved 1F1B and interleaved zero bubble.
 - ``zero_bubble``, ``zero_bubble_v``, ``walk``: tables made to fit given costs and a limit of memory.
 - ``fitted``: the better of such a table and of the one for equal costs.
 - ``v_shape``: tables in which a rank's two stages lie in a V, for half or a third of the memory.
-- ``torch_tables``: those of torch's own schedules for which there is no table here.
+- ``v_orders``: ZB-V and DualPipeV, by the number of ranks and microbatches.
 - ``by_name``: all of these by name, and the entry: what a schedule takes.
 - ``costs``: seconds and bytes of a stage's actions, and what a transfer between ranks takes.
 - ``devices``: what a rank computes with, and the time that operators take on it.
 - ``simulator``: runs a table: when each action begins and ends, what is idle, what decides, what is in memory.
 - ``timeline``: what each rank does when, simulated or measured, for pictures.
 
-A table is the very one that the runtime executes. But for ``torch_tables`` nothing here knows torch.
+A table is the very one that the runtime executes (``schedules``). Nothing here knows torch.
 """
 
 from lightning_fxpipe.simulation.actions import ActionTable as ActionTable

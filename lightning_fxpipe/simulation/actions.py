@@ -213,6 +213,20 @@ def _wrong(observed: str, expected: str) -> ScheduleError:
     )
 
 
+def deadlock(waits: Iterable[tuple[int, Action]]) -> ScheduleError:
+    """Returns the error of a table whose ranks wait for each other for ever.
+
+    Args:
+        waits: The ranks that cannot continue, each with an action that it waits for or cannot begin.
+    """
+    return ScheduleError(
+        "The schedule deadlocks: its ranks wait for each other.",
+        observed=", ".join(f"line {rank + 1} for {action}" for rank, action in sorted(waits, key=lambda wait: wait[0])),
+        expected="an order in which at least one rank can continue",
+        todo="Move the awaited actions to earlier places in their lines.",
+    )
+
+
 def running_ranks(num_ranks: int, place_of_last_stage: int) -> tuple[int, ...]:
     """Returns the number that the rank at each place of a pipeline has in a running one, in which rank 0 holds the last stage.
 

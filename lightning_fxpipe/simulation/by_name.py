@@ -19,7 +19,7 @@ from lightning_fxpipe.simulation.orders import (
     one_forward_one_backward,
 )
 from lightning_fxpipe.simulation.simulator import Simulation, run_table
-from lightning_fxpipe.simulation.torch_tables import torch_table
+from lightning_fxpipe.simulation.v_orders import dual_pipe_v, zbv
 from lightning_fxpipe.simulation.v_shape import v_half, v_min
 from lightning_fxpipe.simulation.zero_bubble import zero_bubble
 from lightning_fxpipe.simulation.zero_bubble_v import zero_bubble_v
@@ -43,7 +43,6 @@ _LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
 _V_SHAPED = ("zbv_zero_bubble", "dualpipev", "zero_bubble_v", "v_half", "v_min")
 # Made to fit the costs of stages.
 FITTED = ("zero_bubble", "zero_bubble_v")
-_TORCHS = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 _NO_LINK, _NO_OVERHEAD = Link(), Overhead()
 
 
@@ -154,16 +153,17 @@ def table_of(
     if schedule in FITTED:
         make = zero_bubble if schedule == "zero_bubble" else zero_bubble_v
         return fitted(make, costs, num_microbatches, memory_bytes, link)
-    if schedule == "looped_bfs":
-        return looped_breadth_first(num_ranks, num_microbatches, stages_per_rank=per_rank)
-    if schedule == "interleaved_1f1b":
-        return interleaved(num_ranks, num_microbatches, stages_per_rank=per_rank)
-    if schedule in _TORCHS:
-        return torch_table(schedule, num_ranks, num_microbatches, stages_per_rank=per_rank)
+    if schedule in _LOOPED:
+        return _BY_COUNTS[schedule](num_ranks, num_microbatches, stages_per_rank=per_rank)
     return _BY_COUNTS[schedule](num_ranks, num_microbatches)
 
 
-_BY_COUNTS: dict[str, Callable[[int, int], ActionTable]] = {
+_BY_COUNTS: dict[str, Callable[..., ActionTable]] = {
+    "looped_bfs": looped_breadth_first,
+    "interleaved_1f1b": interleaved,
+    "interleaved_zero_bubble": partial(interleaved, delays_weights=True),
+    "zbv_zero_bubble": zbv,
+    "dualpipev": dual_pipe_v,
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "zb_h1": partial(hand_made_zero_bubble, times_memory=1),

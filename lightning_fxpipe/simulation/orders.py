@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_fxpipe.errors import ScheduleError
-from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, ActionTable
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, ActionTable, Kind
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> ActionTable:
@@ -44,11 +44,16 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> ActionTab
     return ActionTable.of(map(of_rank, range(num_ranks)))
 
 
-def interleaved(num_ranks: int, num_microbatches: int, *, stages_per_rank: int) -> ActionTable:
+def interleaved(num_ranks: int, num_microbatches: int, *, stages_per_rank: int, delays_weights: bool = False) -> ActionTable:
     """1F1B with several stages a rank, each of which takes P microbatches at a time, or a few more.
 
     Rank r has stages r, r + P, r + 2 P and so on (Megatron-LM, arXiv 2104.04473, section 2.2). Rounds of more than P
     microbatches are those of torch's ``ScheduleInterleaved1F1B``, whose table this is.
+
+    Args:
+        num_ranks, num_microbatches, stages_per_rank: How many there are.
+        delays_weights: Whether gradients of weights come as much later as a rank comes after the first one, after half as many
+            forwards ahead: ZB-1P (arXiv 2401.10241, section 2), as in torch's ``ScheduleInterleavedZeroBubble``.
 
     Raises:
         ScheduleError: The microbatches cannot go in as many rounds as there are times P of them.
@@ -64,23 +69,23 @@ def interleaved(num_ranks: int, num_microbatches: int, *, stages_per_rank: int) 
         )
     total = num_microbatches * stages_per_rank
 
-    def place(step: int, is_backward: bool) -> tuple[int, int]:
-        """Which of its stages a rank's forward (or backward) number ``step`` is of, and of which microbatch."""
-        rounds, inside = divmod(step, per_round * stages_per_rank)
-        chunk, index = divmod(inside, per_round)
-        return (stages_per_rank - 1 - chunk if is_backward else chunk), rounds * per_round + index
-
     def of_rank(rank: int) -> Iterator[Action]:
-        def action(step: int, is_backward: bool) -> Action:
-            chunk, microbatch = place(step, is_backward)
-            return Action(chunk * num_ranks + rank, BACKWARD if is_backward else FORWARD, microbatch)
+        def action(step: int, kind: Kind) -> Action:
+            rounds, inside = divmod(step, per_round * stages_per_rank)
+            chunk, index = divmod(inside, per_round)
+            stage = (chunk if kind is FORWARD else stages_per_rank - 1 - chunk) * num_ranks + rank
+            return Action(stage, kind, rounds * per_round + index)
 
-        num_first = min(total, (stages_per_rank - 1) * per_round + 2 * (num_ranks - rank - 1))
-        yield from (action(step, False) for step in range(num_first))
-        for step in range(total):
+        num_ahead = (num_ranks - rank - 1) * (1 if delays_weights else 2)
+        num_first = min(total, (stages_per_rank - 1) * per_round + num_ahead)
+        yield from (action(step, FORWARD) for step in range(num_first))
+        for step in range(total + rank * delays_weights):
             if num_first + step < total:
-                yield action(num_first + step, False)
-            yield action(step, True)
+                yield action(num_first + step, FORWARD)
+            if step < total:
+                yield action(step, INPUT_BACKWARD if delays_weights else BACKWARD)
+            if delays_weights and step >= rank:
+                yield action(step - rank, WEIGHT_BACKWARD)
 
     return ActionTable.of(map(of_rank, range(num_ranks)))
 

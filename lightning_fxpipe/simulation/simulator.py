@@ -1,7 +1,7 @@
 """Runs a table of actions without computing anything: when each begins and ends, what is idle, what decides, what is kept.
 
 A rank does its actions in the table's order, each as soon as the one before is over and what it needs has arrived. That is how
-torch's runtime executes a table, too.
+the executor runs a table (``schedules.executor``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_fxpipe.errors import ScheduleError
-from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, ActionTable
+from lightning_fxpipe.simulation.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    WEIGHT_BACKWARD,
+    Action,
+    ActionTable,
+    deadlock,
+)
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 
 _NO_OVERHEAD = Overhead()
@@ -216,13 +224,7 @@ class _Run:
                 self._do(action, rank, needed)
                 runnable.extend(self.waiting.pop(action, ()))
         if self.waiting:
-            waits = sorted((rank, str(action)) for action, ranks in self.waiting.items() for rank in ranks)
-            raise ScheduleError(
-                "The schedule deadlocks: its ranks wait for each other.",
-                observed=", ".join(f"line {rank + 1} for {action}" for rank, action in waits),
-                expected="an order in which at least one rank can continue",
-                todo="Move the awaited actions to earlier places in their lines.",
-            )
+            raise deadlock((rank, action) for action, ranks in self.waiting.items() for rank in ranks)
 
     def _needed_by(self, action: Action) -> list[tuple[Action, float]]:
         """What an action waits for, besides the one before it on its rank, and the bytes that it gets from there."""

@@ -13,6 +13,7 @@ only, and keep views of received memory that the next step overwrites.
 from __future__ import annotations
 
 import keyword
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,11 +42,38 @@ from lightning_fxpipe.user_code.frames import user_source
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Shape, dtype and gradient of a boundary tensor at given sizes."""
+    """What is known of a boundary tensor at given sizes.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        requires_grad: Whether it has a gradient.
+        memory_order: Its dimensions from the outermost to the innermost in memory, if these are not in order: a tensor keeps
+            the layout in which it was computed, such as ``channels_last``. Kernels, and the masks of dropout, depend on it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    memory_order: tuple[int, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Returns memory for such a tensor."""
+        if self.memory_order is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        strides, stride = [1] * len(self.shape), 1
+        for dim in reversed(self.memory_order):
+            strides[dim], stride = stride, stride * max(1, self.shape[dim])
+        return torch.empty_strided(self.shape, strides, dtype=self.dtype, device=device)
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """Returns such a tensor as a contiguous one, by a view where it has the expected layout."""
+        return (tensor if self.memory_order is None else tensor.permute(self.memory_order)).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +137,32 @@ def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tupl
             shape=tuple(concrete_size(size, sizes) for size in node.meta["val"].shape),
             dtype=node.meta["val"].dtype,
             requires_grad=node.meta["val"].requires_grad,
+            memory_order=_memory_order(node.meta["val"], sizes),
         )
         for node in nodes
     )
 
 
-def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
-    """A possibly symbolic size as a number. Raises :class:`UnsupportedError` where that depends on values."""
+def _number(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int | None:
     expression = symbolic_expression(size)
     number = expression if isinstance(expression, int) else expression.subs(dict(sizes))
-    if getattr(number, "free_symbols", None):
+    return None if getattr(number, "free_symbols", None) else int(number)
+
+
+def _memory_order(tensor: Tensor, sizes: Mapping[Any, int]) -> tuple[int, ...] | None:
+    if tensor.layout is not torch.strided:
+        return None
+    strides = [stride for each in tensor.stride() if (stride := _number(each, sizes)) is not None]
+    if len(strides) < tensor.dim():  # a view of a tensor that no boundary has
+        return None
+    found = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return None if found == tuple(range(len(strides))) else found
+
+
+def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
+    """A possibly symbolic size as a number. Raises :class:`UnsupportedError` where that depends on values."""
+    number = _number(size, sizes)
+    if number is None:
         raise UnsupportedError(
             "The size of a tensor that other ranks need depends on values of the batch.",
             where=user_source(),
@@ -126,7 +170,7 @@ def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
             expected="sizes determined by the shapes of the batch",
             todo="Compute the tensor before the first call of the model, after the last, or inside a module's forward.",
         )
-    return int(number)
+    return number
 
 
 class _StageBuilder:

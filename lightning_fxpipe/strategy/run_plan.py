@@ -38,7 +38,7 @@ from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
 from lightning_fxpipe.strategy.first_batch import FirstBatches
 from lightning_fxpipe.strategy.plan_report import report_plan
 from lightning_fxpipe.strategy.search_space import search_space
-from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, check_order, placement_for
+from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any, trains
 from lightning_fxpipe.user_code.frames import raising_source
@@ -127,7 +127,7 @@ class PlanOptions:
     def placement(self, num_ranks: int, plan: PartitionPlan | None = None) -> Placement:
         """Which rank has which stages, with the plan of a run; None: with the given one, or as long as there is none.
 
-        Errors as :func:`placement_for` and :func:`check_order`.
+        Errors as :func:`placement_for`.
         """
         if plan is None and self.given is not None and self.num_stages not in ("auto", self.given.num_stages):
             raise UnsupportedError(
@@ -145,9 +145,7 @@ class PlanOptions:
                     stages_per_rank = plan.chosen.stages_per_rank
         elif self.split_points and num_stages == "auto":
             num_stages = len(self.split_points) + 1
-        placement = placement_for(num_ranks, schedule, num_stages=num_stages, stages_per_rank=stages_per_rank)
-        check_order(schedule, placement.stages_per_rank)
-        return placement
+        return placement_for(num_ranks, schedule, num_stages=num_stages, stages_per_rank=stages_per_rank)
 
 
 class RunPlans:

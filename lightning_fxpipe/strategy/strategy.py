@@ -45,7 +45,6 @@ from lightning_fxpipe.strategy.step_call import step_of_call
 from lightning_fxpipe.strategy.support import (
     check_converted,
     check_sampler,
-    check_torch,
     check_trainer,
     report_unsaved,
     seeded_alike,
@@ -95,7 +94,6 @@ class PipelineStrategy(ConfiguredStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         count = self._num_machines * self.num_processes
-        check_torch(count)
         starts_none = self.cluster_environment.creates_processes_externally or count == 1
         method = None if starts_none else resolve(self._start_method)
         self._launcher = make_launcher(self, method, gathers=self._gather_after_run is not False)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from fsspec.utils import get_protocol
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -36,38 +35,6 @@ from lightning_fxpipe.optim.shards import Shards
 from lightning_fxpipe.optim.twins import CannotTryError
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.schedules.by_name import Schedule
-
-
-def check_torch(num_processes: int, version: str = torch.__version__) -> None:
-    """Raises :class:`UnsupportedError` where several processes would run on a torch whose pipelines do not do what is needed.
-
-    2.11 has no process groups in an order of one's own, and 2.12 fails at a tensor without gradient that a stage passes on.
-    """
-    if num_processes > 1 and _is_before(version, (2, 13)):
-        raise UnsupportedError(
-            "This version of torch does not support pipelines with several stages.",
-            observed=f"torch {version} and {num_processes} devices",
-            expected="torch 2.13 or newer; older versions support one device and plans only",
-            todo="Run pip install 'torch>=2.13', or set Trainer(devices=1).",
-        )
-
-
-def check_order(schedule: Schedule, stages_per_rank: int, version: str = torch.__version__) -> None:
-    """Raises :class:`UnsupportedError` where torch gives the gradients of stages on one device to each other wrongly.
-
-    2.11 does so where a microbatch goes back before all have come forward, or weights get their gradients later.
-    """
-    if stages_per_rank > 1 and schedule.alternates and _is_before(version, (2, 12)):
-        raise UnsupportedError(
-            "This version of torch supports several stages per device only in GPipe order.",
-            observed=f"torch {version}, the schedule {schedule.name!r} and {stages_per_rank} stages per device",
-            expected="torch 2.12 or newer, or the schedules 'gpipe' and 'looped_bfs'",
-            todo="Run pip install 'torch>=2.13', or set FxPipeStrategy(schedule=\"gpipe\").",
-        )
-
-
-def _is_before(version: str, least: tuple[int, int]) -> bool:
-    return tuple(int(number) for number in version.split(".")[:2]) < least
 
 
 def placement_for(

@@ -88,7 +88,7 @@ class writing:
             (io, "open", self._opened),
             (torch, "save", self._saved),  # which opens a path in C++
             (os, "open", self._opened_low),
-            *((owner, name, self._changing(getattr(owner, name))) for owner, name in _CHANGES),
+            *[(owner, name, functools.partial(self._changing, getattr(owner, name))) for owner, name in _CHANGES],
         ]
         for sqlite in (sys.modules.get(name) for name in _SQLITE):
             if sqlite is not None:
@@ -127,30 +127,25 @@ class writing:
         with self._open_for_user(f, "wb") as file:
             self._save(obj, file, *args, **kwargs)
 
-    def _changing(self, change: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that changes a folder; all ranks come to it before the change, and go on after it."""
-
-        @functools.wraps(change)
-        def run(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if change.__name__ == "mkdir" and str(sys._getframe(1).f_globals.get("__name__")) == "tempfile":
-                self._temporary.add(_absolute(path))
-            makes_only = self._share is None and change.__name__ == "mkdir"  # in a step, which goes on in the folder
-            if makes_only or kwargs.get("dir_fd") is not None or not self._is_users(path):
-                return change(path, *args, **kwargs)
-            error: OSError | None = None
-            with self._paused():
-                self._meet()
-                self._written |= {_absolute(each) for each in (path, *args) if isinstance(each, _KINDS_OF_PATHS)}
-                try:
-                    result = change(path, *args, **kwargs) if self._is_real else None
-                except OSError as raised:
-                    error = raised
-                error = error if self._share is None else self._share(error)
-            if error is not None:
-                raise error
-            return result
-
-        return run
+    def _changing(self, change: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Changes a folder; all ranks come to it before the change, and go on after it."""
+        if change.__name__ == "mkdir" and str(sys._getframe(1).f_globals.get("__name__")) == "tempfile":
+            self._temporary.add(_absolute(path))
+        makes_only = self._share is None and change.__name__ == "mkdir"  # in a step, which goes on in the folder
+        if makes_only or kwargs.get("dir_fd") is not None or not self._is_users(path):
+            return change(path, *args, **kwargs)
+        error: OSError | None = None
+        with self._paused():
+            self._meet()
+            self._written |= {_absolute(each) for each in (path, *args) if isinstance(each, _KINDS_OF_PATHS)}
+            try:
+                result = change(path, *args, **kwargs) if self._is_real else None
+            except OSError as raised:
+                error = raised
+            error = error if self._share is None else self._share(error)
+        if error is not None:
+            raise error
+        return result
 
     def _connecting(self, connect: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(connect)

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input
+from torch import Tensor
 
 from lightning_fxpipe._compat.autograd import (
     after_backward,
     backward_keeps_graph,
     has_gradient_hooks,
     runs_before,
-    unused_inputs_may_be_split_off,
-    with_own_node,
 )
 
 
@@ -71,29 +68,3 @@ def test_a_parameters_gradient_hooks_are_seen() -> None:
     assert not has_gradient_hooks(parameter)
     parameter.register_post_accumulate_grad_hook(lambda tensor: None)
     assert has_gradient_hooks(parameter)
-
-
-@pytest.mark.parametrize("make", [lambda x: x[:1], lambda x: x.exp(), lambda x: x.sum(), lambda x: x.t().contiguous()])
-def test_a_tensor_with_a_node_of_its_own_may_be_detached_in_place(make: Any) -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    made = make(x)
-    own = with_own_node(made)
-    assert own.data_ptr() == made.data_ptr()
-    assert own.shape == made.shape
-    own.sum().backward(retain_graph=True)
-    assert x.grad is not None
-    own.detach_()
-    made.sum().backward()  # which may have saved itself
-    with pytest.raises(RuntimeError, match="detach views"):
-        (x * 2)[:1].detach_()
-
-
-def test_half_a_backward_pass_passes_by_inputs_without_a_part() -> None:
-    weight, used, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    outputs = [(used * weight).sum()]
-    if unused_inputs_may_be_split_off():
-        gradients, _ = stage_backward_input(outputs, None, [used, unused], iter([weight]))
-        assert [gradient is None for gradient in gradients] == [False, True]
-    else:
-        with pytest.raises(RuntimeError):
-            stage_backward_input(outputs, None, [used, unused], iter([weight]))

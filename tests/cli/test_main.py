@@ -330,9 +330,7 @@ def test_a_config_that_is_no_yaml_is_refused(project: Path, fail: Run) -> None:
 
 
 def test_a_config_without_data_asks_for_it(project: Path, fail: Run) -> None:
-    message = (
-        "The config defines no data.\n  What to do: Add a section `data` to the config, or pass --data package.module.Class."
-    )
+    message = "The config defines no data.\n  What to do: Pass --data package.module.Class, or --config FILE"
     assert message in fail("plan", "--config", write(config_of(data=None), project))
 
 
@@ -559,3 +557,22 @@ def test_a_table_of_ones_own_is_simulated_beside_names(project: Path, run: Run, 
     named, mine = (next(row for row in rows if row[:1] == [name]) for name in ("1f1b", "mine.csv"))
     assert mine[1:6] == named[1:6]
     assert "Cannot read the schedule table" in fail(*options, "--schedules", "absent.csv")
+
+
+def test_without_a_config_or_a_model_it_says_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 1
+    told = capsys.readouterr().err
+    assert "No config, and no --model." in told
+    assert "Pass --model package.module.Class, or --config FILE" in told
+
+
+def test_a_reader_that_has_read_enough_ends_the_output_without_a_traceback() -> None:
+    """As `fxpipe plan ... | head` does."""
+    program = f"import sys; from lightning_fxpipe.__main__ import main; import lightning_fxpipe.cli.doctor as d; {PRINTS}"
+    shell = f"{sys.executable} -c '{program}' | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "141"
+    assert "Traceback" not in done.stderr
+
+
+PRINTS = 'd.doctor = lambda *_: [print("x" * 100000) for _ in range(10)] and 0; sys.exit(main(["doctor"]))'

@@ -63,10 +63,7 @@ def test_a_module_trains_as_with_the_plain_trainer(name: str, tmp_path: Path) ->
     assert_same(results[1], results[0], name)
 
 
-# torch 2.11 has several stages on a device go one way only (strategy.support.check_order).
-ONE_WAY = pytest.mark.skipif(torch.__version__ < (2, 12), reason=f"torch {torch.__version__} runs these stages one way")
-BY_TURNS = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "v_half", "v_min")
-IN_ONE_PROCESS = ["gpipe", "looped_bfs", *(pytest.param(name, marks=ONE_WAY) for name in BY_TURNS)]
+IN_ONE_PROCESS = ["gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "v_half", "v_min"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])

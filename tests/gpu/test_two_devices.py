@@ -21,14 +21,12 @@ from tests.gpu.waits import noted
 PROGRAM = Path(__file__).with_name("two_devices.py")
 ROOT = PROGRAM.parents[2]
 
-_SEVERAL_PROCESSES = pytest.mark.skipif(torch.__version__ < (2, 13), reason=f"torch {torch.__version__} runs one process")
 ON_GPUS = [
     pytest.param(
         name,
         marks=[
             pytest.mark.gpu,
             pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices"),
-            _SEVERAL_PROCESSES,
             pytest.mark.timeout(600),
         ],
     )

@@ -24,7 +24,7 @@ def changes(monkeypatch: pytest.MonkeyPatch, zeros: Any, mine: Any) -> dict[Any,
     names = {("value of", "weight"): zeros, ("value of", "other"): BEFORE}
     own = {("value of", "weight"): mine}
     fingerprints = {name: fingerprint(value) for name, value in names.items()}
-    monkeypatch.setattr(tested, "gather_values", lambda group, value: [value, fingerprints])
+    monkeypatch.setattr(tested, "gather_values", lambda group, value: [fingerprints, value])
     monkeypatch.setattr(tested, "broadcast_value", lambda value, source, group: [zeros])
     topology = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=2), device=torch.device("cpu"))
     before = {("value of", "weight"): fingerprint(BEFORE)}

@@ -11,7 +11,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.loss_weights import (
@@ -21,9 +20,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
     Verdict,
     compare,
     loss_weights,
-    reaches,
     weighted_sum,
-    without_gradient,
 )
 
 AUTO = LossOptions()
@@ -105,19 +102,6 @@ def test_a_microbatch_of_weight_zero_does_not_count_even_if_it_is_nan() -> None:
     assert math.isnan(weighted_sum([math.nan, 2.0], [0.1, 0.5]))
 
 
-def test_a_loss_without_gradient_gives_zeros_and_not_nan() -> None:
-    x = torch.tensor([math.inf, 1.0], requires_grad=True)
-    labels = torch.tensor([1, 2])
-    loss = without_gradient([x, labels], x.device)
-    assert loss.item() == 0
-    loss.backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0, 0]
-
-
-# ------------------------------------------------------------------ comparing
-
-
 def judge(whole: float, losses: Sequence[float], options: LossOptions = AUTO, sizes: Sequence[int] | None = None) -> Finding:
     sizes = sizes or [2] * len(losses)
     weights = loss_weights(options.reduction or LossReduction.MEAN, sizes)
@@ -185,21 +169,6 @@ def test_bfloat16_losses_may_differ_by_their_rounding() -> None:
     whole = float(torch.tensor(sum(losses) / 3, dtype=torch.bfloat16))
     assert compare(whole, losses, [1] * 3, AUTO, (1 / 3,) * 3, torch.bfloat16).reduction is LossReduction.MEAN
     assert compare(whole * 1.05, losses, [1] * 3, AUTO, (1 / 3,) * 3, torch.bfloat16).verdict is Verdict.DIFFERS
-
-
-def test_which_outputs_a_loss_is_made_of() -> None:
-    """One that it is not made of gets a gradient of zero, for which the stage before it waits; others get theirs only."""
-    x = torch.rand(3, requires_grad=True)
-    used, unused, (first, second), itself = x * 2, x.exp(), (x * 3).view(3, 1).unbind(1)[0].split([1, 2]), x.sum()
-    outputs = [used, unused, first, second, itself, x]
-    ends = [get_gradient_edge(output) for output in outputs]
-    used.mul_(2)
-    assert reaches(used.sum() + second.sum(), ends) == [True, False, False, True, False, False]
-    assert reaches(itself, ends) == [False, False, False, False, True, False]
-    assert reaches(x.sum(), ends) == [False, False, False, False, False, True]
-    assert reaches(torch.zeros(()), ends) == [False] * 6
-    gradients = torch.autograd.grad(without_gradient([unused], x.device), [unused])
-    assert gradients[0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_mean_weighs_by_size_and_a_sum_does_not() -> None:

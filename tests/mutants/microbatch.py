@@ -114,11 +114,11 @@ MUTANTS = [
         "what rounding leaves of a loss of zero decides whether it is a mean",
     ),
     Mutant(
-        _WEIGHTS,
-        "            torch.zeros(shape, dtype=dtype, device=device) if needed else None\n",
-        "            gradients[0].expand(shape) * float('nan') if needed else None\n",
-        (f"{_TEST_WEIGHTS}::test_a_loss_without_gradient_gives_zeros_and_not_nan",),
-        "the nan loss of a microbatch without tokens goes into the gradients",
+        "schedules/stage_graph.py",
+        "torch.zeros_like(tensor) if gradient is None else gradient",
+        "torch.ones_like(tensor) if gradient is None else gradient",
+        ("schedules/test_stage_graph.py::test_an_input_without_a_part_in_the_outputs_gets_zeros",),
+        "a tensor without a part in a stage's outputs sends a gradient back",
     ),
     Mutant(
         _DRAWS,

@@ -147,20 +147,6 @@ MUTANTS = [
     # strategy: what is refused
     Mutant(
         _SUPPORT,
-        "if num_processes > 1 and _is_before(",
-        "if _is_before(",
-        (f"{_TEST_SUPPORT}::test_an_older_torch_runs_one_process_and_no_more",),
-        "one device on torch 2.12 is refused",
-    ),
-    Mutant(
-        _SUPPORT,
-        "_is_before(version, (2, 13))",
-        "_is_before(version, (2, 12))",
-        (f"{_TEST_SUPPORT}::test_an_older_torch_runs_one_process_and_no_more",),
-        "torch 2.12 runs several stages, and fails at relays",
-    ),
-    Mutant(
-        _SUPPORT,
         "    if batch_dim not in (0, of_plan):\n",
         "    if False:\n",
         (f"{_TEST_SUPPORT}::test_a_plan_for_another_batch_dimension_is_refused",),
@@ -428,7 +414,7 @@ MUTANTS = [
     # user_code
     Mutant(
         "user_code/files.py",
-        "                error = error if self._share is None else self._share(error)\n",
+        "            error = error if self._share is None else self._share(error)\n",
         "",
         ("user_code/test_files.py::test_folders_are_changed_once",),
         "a rank goes on before rank 0 has moved a file",

@@ -43,9 +43,9 @@ MUTANTS = [
         "steps with other microbatches count for the simulation",
     ),
     Mutant(
-        "schedules/places.py",
-        "self.first + index))",
-        "index))",
+        "schedules/executor.py",
+        "microbatch=self.first + action.microbatch",
+        "microbatch=action.microbatch",
         (f"{_RANKS}::test_each_rank_does_each_action_of_the_table_once_in_its_order",),
         "microbatches of a rest have the numbers of others",
     ),

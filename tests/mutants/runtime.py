@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _REGION, _SETUP, _JOINED = "runtime/region_pass.py", "runtime/pass_setup.py", "runtime/joined_results.py"
 _CHOICE, _TURNS, _CHANGES = "runtime/schedule_choice.py", "runtime/one_f_one_b.py", "runtime/stage_changes.py"
+_TAIL = "runtime/step_tail.py"
 _TEST_REGION, _TEST_CHOICE = "runtime/test_region_pass.py", "runtime/test_schedule_choice.py"
 _GRADIENTS, _TEST_GRADIENTS = "runtime/batch_gradients.py", "runtime/test_batch_gradients.py"
 _OLD = "ranks/test_old_gradients.py"
@@ -91,7 +92,7 @@ MUTANTS = [
         "what a step begins to set between its calls later in the run is one step late",
     ),
     Mutant(
-        "runtime/one_f_one_b.py",
+        _TAIL,
         "            if differs := gradients.difference(whole.loss, [part.loss for part in parts], factors):\n",
         "            if differs := None:\n",
         ("runtime/test_result_gradients.py::test_1f1b_refuses_such_a_term_and_trains_a_mean",),
@@ -197,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         _REGION,
-        "        if kept is None:\n",
+        "        if graph is None:\n",
         "        if False:\n",
         (f"{_TEST_REGION}::test_a_second_backward_pass_is_refused_in_words_of_torch",),
         "a second backward pass without retain_graph ends in an error about None",
@@ -281,14 +282,14 @@ MUTANTS = [
     ),
     Mutant(
         _TURNS,
-        "        if loss is None or not weight:\n",
+        "        if loss is None or not weight:  # the loss may be nan, and nan times zero is nan\n",
         "        if loss is None:\n",
         ("zoo/test_steps.py::test_equal_or_refused[microbatch_without_tokens-2]",),
         "the nan of a microbatch without tokens goes into the gradients",
     ),
     Mutant(
         _TURNS,
-        "weighted = loss.reshape(()) * (weight * self.scale)",
+        "return loss.reshape(()) * (weight * self.scale)",
         "weighted = loss.reshape(()) * weight",
         ("ranks/test_precision.py::test_scaled_microbatches_are_those_of_one_device",),
         "microbatches' gradients are not scaled, and vanish in half precision",

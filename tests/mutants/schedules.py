@@ -1,67 +1,111 @@
-"""Of the room ``schedules``, of where stages are, and of torch's stages as they are used."""
+"""Of the room ``schedules``, and of the placement of stages."""
 
 from tests.mutants.mutant import Mutant
 
-_SPLIT, _BY_NAME, _PIPELINING = (f"schedules/{name}.py" for name in ("split_backward", "by_name", "pipelining"))
-_STAGE, _TOPOLOGY, _CHANGES = "_compat/pipelining.py", "distributed/topology.py", "runtime/stage_changes.py"
-_GRADIENTS = "schedules/test_split_backward.py::test_gradients_are_those_of_one_device"
+_SPLIT, _BY_NAME, _PROGRAM, _EXECUTOR = (
+    f"schedules/{name}.py" for name in ("split_backward", "by_name", "program", "executor")
+)
+_TOPOLOGY, _CHANGES = "distributed/topology.py", "runtime/stage_changes.py"
 _LOOKS = "schedules/test_split_backward.py"
+_GRADIENTS = f"{_LOOKS}::test_gradients_are_those_of_one_device"
+_HALVES = f"{_LOOKS}::test_both_halves_together_are_the_backward_pass"
 _HOOKS = f"{_LOOKS}::test_hooks_run_as_often_as_without_a_split"
 _ORDERS = "schedules/test_by_name.py"
+_TEST_PROGRAM = "schedules/test_program.py"
 
 _OWN, _TEST_OWN = "schedules/own_table.py", "schedules/test_own_table.py"
 
-_SKIPS, _TEST_SKIPS = "schedules/skips.py", "schedules/test_skips.py"
-_ONE_PROCESS = "ranks/test_skips.py::test_stages_of_one_process_equal_one_device"
-
 MUTANTS = [
     Mutant(
-        _SKIPS,
-        "_FIRST_TAG = 1 << 16",
-        "_FIRST_TAG = 1",
-        (
-            f"{_TEST_SKIPS}::test_no_other_message_has_such_a_tag",
-            f"{_TEST_SKIPS}::test_each_message_has_a_tag_of_its_own_and_the_next_is_asked_for_ahead",
-        ),
-        "a rank that waits for a command gets a tensor that goes past stages",
+        _PROGRAM,
+        "            if user[0] != place[0]:\n",
+        "            if True:\n",
+        (f"{_TEST_PROGRAM}::test_stages_of_one_rank_send_nothing_to_each_other",),
+        "a rank sends to itself",
     ),
     Mutant(
-        _SKIPS,
-        "_FIRST_TAG + number * self._num_microbatches + index",
-        "_FIRST_TAG + number + index",
-        (f"{_TEST_SKIPS}::test_each_message_has_a_tag_of_its_own_and_the_next_is_asked_for_ahead",),
-        "two tensors that go past stages share a tag",
+        _PROGRAM,
+        "place = min(place, max(0, message.used_at - num_ahead))",
+        "place = max(0, message.used_at - num_ahead)",
+        (f"{_TEST_PROGRAM}::test_receives_start_in_the_order_of_the_sends",),
+        "messages between two ranks are taken for each other",
     ),
     Mutant(
-        _SKIPS,
-        "key not in self._asked:",
-        "key not in self._coming:",
-        (f"{_TEST_SKIPS}::test_nothing_is_asked_for_twice_in_whatever_order_microbatches_come",),
-        "a pass takes a message of the next one",
+        _PROGRAM,
+        "max(1, min(ahead_bytes // max(1, largest), most_open))",
+        "1",
+        (f"{_TEST_PROGRAM}::test_small_messages_are_received_long_before_their_turn",),
+        "each small message waits for its receiver",
     ),
     Mutant(
-        _SKIPS,
-        "torch.zeros_like(leaf) if gradient is None else",
-        "torch.ones_like(leaf) if gradient is None else",
-        (f"{_TEST_SKIPS}::test_gradient_that_nobody_has_computed_is_sent_as_zeros",),
-        "a tensor that came past stages and gets no gradient sends back another",
+        _PROGRAM,
+        "min(ahead_bytes // max(1, largest), most_open)",
+        "(ahead_bytes // max(1, largest))",
+        (f"{_TEST_PROGRAM}::test_no_more_buffers_than_microbatches_in_flight",),
+        "there are buffers for all microbatches",
     ),
     Mutant(
-        _SKIPS,
-        'found["input_values"] = [*found["input_values"], *self._leaves[index]]',
-        'found["input_values"] = [*self._leaves[index], *found["input_values"]]',
-        (_ONE_PROCESS,),
-        "gradients of what came past stages go to the stage before",
+        _PROGRAM,
+        "                    clock[other] = max(clock[other], at + 1)\n",
+        "                    clock[other] = max(clock[other], at + 2)\n",
+        (f"{_TEST_PROGRAM}::test_a_send_is_waited_for_once_the_receiver_has_answered",),
+        "a rank waits for a send that the receiver has not come to",
+    ),
+    Mutant(
+        _PROGRAM,
+        "        raise deadlock(",
+        "        return clocks or deadlock(",
+        (f"{_TEST_PROGRAM}::test_a_table_whose_ranks_wait_for_each_other_is_refused",),
+        "ranks that wait for each other for ever begin to run",
+    ),
+    Mutant(
+        _PROGRAM,
+        "        return tuple(sorted({(message.source, message.target) for message in messages}))\n",
+        "        return tuple(dict.fromkeys((message.source, message.target) for message in messages))\n",
+        (f"{_TEST_PROGRAM}::test_ranks_are_connected_in_an_order_that_all_have",),
+        "ranks wait for each other when they connect",
+    ),
+    Mutant(
+        _EXECUTOR,
+        "        self._has_failed = True\n",
+        "",
+        ("ranks/test_executor.py::test_errors_come_out_as_they_were_raised_and_end_the_pipeline",),
+        "a step after a failed one takes its messages",
     ),
     Mutant(
         _SPLIT,
-        "    if any(output.grad_fn not in on_way for output in outputs if output.grad_fn is not None):\n",
-        "    if False:\n",
-        (
-            f"{_LOOKS}::test_a_tower_that_begins_in_a_stage_gets_its_gradients",
-            f"{_LOOKS}::test_whatever_may_be_split_has_the_same_gradients_as_in_one_piece",
-        ),
+        "    if any(isinstance(node, BackwardCFunction) for node in graph.users):\n        return None\n",
+        "",
+        (f"{_LOOKS}::test_backwards_of_python_run_once_for_each_microbatch", _GRADIENTS),
+        "backwards of Python run twice",
+    ),
+    Mutant(
+        _SPLIT,
+        "    for part in [part for part in parts if part.weights.keys() & new.weights.keys()]:\n",
+        "    for part in []:\n",
+        (_HALVES,),
+        "hooks of a weight that is used twice run twice",
+    ),
+    Mutant(
+        _SPLIT,
+        "                    hooks.callback(node.register_prehook(partial(_instead, gradients)).remove)\n",
+        "                    pass\n",
+        (_HALVES,),
+        "what flows from one use of a weight to another counts twice",
+    ),
+    Mutant(
+        _SPLIT,
+        "        if end.node not in trunk:\n",
+        "        if False:\n",
+        (f"{_LOOKS}::test_a_tower_that_begins_in_a_stage_gets_its_gradients", _HALVES),
         "a tower that begins in a stage gets no gradients",
+    ),
+    Mutant(
+        "runtime/one_f_one_b.py",
+        "        splits = watch is not None and not watch.has_seen_any\n",
+        "        splits = watch is not None\n",
+        (_HOOKS,),
+        "hooks on results run twice",
     ),
     Mutant(
         _OWN,
@@ -93,15 +137,15 @@ MUTANTS = [
     ),
     Mutant(
         _BY_NAME,
-        "    return schedule.table if num_microbatches == schedule.num_microbatches else None\n",
-        "    return schedule.table\n",
+        "schedule.table if num_microbatches == schedule.num_microbatches else forward_order(placement, num_microbatches)",
+        "schedule.table",
         (f"{_TEST_OWN}::test_a_table_says_all_of_its_pipeline",),
-        "torch fails at a batch with another number of microbatches than the table",
+        "a batch with another number of microbatches than the table runs with the table",
     ),
     Mutant(
         _BY_NAME,
-        "    if schedule.is_fitted and work:\n",
-        "    if schedule.is_fitted and not work:\n",
+        "[costs_of_work(work)] if schedule.is_fitted and work else []",
+        "[]",
         (f"{_ORDERS}::test_an_order_is_made_from_what_the_stages_take",),
         "an order is that for equal stages, whatever they take",
     ),
@@ -127,88 +171,11 @@ MUTANTS = [
         "every setup runs all units on fakes",
     ),
     Mutant(
-        _STAGE,
-        "        return self._losses.pop(mb_index, None) if stage.is_last else None\n",
-        "        return super()._maybe_get_loss(stage, mb_index)\n",
-        ("_compat/test_pipelining.py::test_a_table_may_take_microbatches_in_any_order",),
-        "microbatches of a table in another order than theirs get the gradients of each other's losses, or none",
-    ),
-    Mutant(
-        _SPLIT,
-        "    if not inputs or any(has_gradient_hooks(parameter) for parameter in parameters):\n",
-        "    if any(has_gradient_hooks(parameter) for parameter in parameters):\n",
-        (f"{_LOOKS}::test_without_an_input_that_trains_the_weights_would_be_lost",),
-        "weights after frozen stages get no gradient",
-    ),
-    Mutant(
-        _SPLIT,
-        "    if not inputs or any(has_gradient_hooks(parameter) for parameter in parameters):\n",
-        "    if not inputs:\n",
-        (_HOOKS,),
-        "hooks of parameters do not run",
-    ),
-    Mutant(
-        _SPLIT,
-        "or not known.issuperset(leaves.values())",
-        "",
-        (f"{_LOOKS}::test_a_weight_that_is_none_of_the_stages_own_would_be_lost",),
-        "a weight that torch is not told of gets no gradient",
-    ),
-    Mutant(
-        _SPLIT,
-        "any(isinstance(node, BackwardCFunction) for node in users) or ",
-        "",
-        (f"{_LOOKS}::test_backwards_of_python_run_once_for_each_microbatch", _GRADIENTS),
-        "backwards of Python run twice",
-    ),
-    Mutant(
-        _SPLIT,
-        "            if node in left_at and left_at[node] is not place:\n                return False\n",
-        "",
-        (f"{_LOOKS}::test_weights_that_leave_the_way_at_two_places_would_run_what_lies_between_twice",),
-        "a layer used twice ends in an error of autograd",
-    ),
-    Mutant(
-        _PIPELINING,
-        "not self._watch.has_seen_any and may_split",
-        "may_split",
-        (_HOOKS,),
-        "hooks on results run twice",
-    ),
-    Mutant(
-        _PIPELINING,
-        "with_own_node(output) if output.requires_grad else output",
-        "output",
-        (f"{_LOOKS}::test_what_is_sent_may_be_needed_for_weights",),
-        "a stage that sends what it has saved ends in an error of autograd",
-    ),
-    Mutant(
-        _STAGE,
-        "        if not full_backward and self.has_backward and not self.splits(bwd_chunk_id):\n",
-        "        if False:\n",
-        (_GRADIENTS,),
-        "every backward pass is split",
-    ),
-    Mutant(
-        _STAGE,
-        "                self._make_buffers(self.grad_recv_info, mb_index)\n",
-        "                pass\n",
-        (f"{_LOOKS}::test_what_is_sent_may_get_no_gradient",),
-        "a gradient that another stage of the rank does not have has no memory",
-    ),
-    Mutant(
         _BY_NAME,
         "    except ScheduleError:\n        return None\n",
         "    except ZeroDivisionError:\n        return None\n",
         (f"{_ORDERS}::test_every_order_ends_for_few_and_odd_many_microbatches",),
         "the last batch of an epoch ends the run",
-    ),
-    Mutant(
-        _BY_NAME,
-        "return kind if num_microbatches % num_rounds == 0 else None",
-        "return kind",
-        (f"{_ORDERS}::test_where_there_is_no_such_order_all_go_forward_first",),
-        "torch refuses a number of microbatches",
     ),
     Mutant(
         _TOPOLOGY,
@@ -230,12 +197,5 @@ MUTANTS = [
         "self._after_first = self._counts()",
         ("runtime/test_stage_changes.py::test_what_counts_in_one_of_several_stages_is_seen",),
         "a stage that counts its calls is not seen beside others",
-    ),
-    Mutant(
-        "schedules/one_way.py",
-        "max(1, AHEAD_BYTES // max(1, num_bytes))",
-        "1",
-        ("schedules/test_one_way.py::test_between_cpus_small_messages_are_asked_for_long_before",),
-        "each small message waits for its receiver",
     ),
 ]

@@ -43,10 +43,17 @@ MUTANTS = [
     ),
     Mutant(
         _BUILD,
-        '            requires_grad=node.meta["val"].requires_grad,\n        )\n        for node in nodes',
-        "            requires_grad=True,\n        )\n        for node in nodes",
+        '            requires_grad=node.meta["val"].requires_grad,\n            memory_order=',
+        "            requires_grad=True,\n            memory_order=",
         (f"{_TEST_BUILD}::test_what_crosses_is_described_as_it_is",),
         "a mask is sent as something that trains",
+    ),
+    Mutant(
+        _BUILD,
+        "    return None if found == tuple(range(len(strides))) else found\n",
+        "    return None\n",
+        (f"{_TEST_BUILD}::test_the_layout_of_a_boundary_is_that_of_the_traced_tensor",),
+        "dropout after a boundary zeroes other entries than on one device",
     ),
     Mutant(
         _BUILD,

@@ -418,25 +418,25 @@ def test_a_cache_keeps_what_was_used_last() -> None:
     assert len(cache) == 3
 
 
-class FakePipeline:
+class FakeExecutor:
     """Counts how many there are, and runs nothing."""
 
-    alive: weakref.WeakSet[FakePipeline] = weakref.WeakSet()
+    alive: weakref.WeakSet[FakeExecutor] = weakref.WeakSet()
     num_made = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        FakePipeline.alive.add(self)
-        FakePipeline.num_made += 1
+        FakeExecutor.alive.add(self)
+        FakeExecutor.num_made += 1
 
     def step(self, run: Any) -> None:
         """Nothing."""
 
 
 @pytest.fixture
-def fake_pipelines(monkeypatch: pytest.MonkeyPatch) -> type[FakePipeline]:
-    monkeypatch.setattr(passsetup, "Pipeline", FakePipeline)
-    monkeypatch.setattr(FakePipeline, "num_made", 0)
-    return FakePipeline
+def fake_executors(monkeypatch: pytest.MonkeyPatch) -> type[FakeExecutor]:
+    monkeypatch.setattr(passsetup, "Executor", FakeExecutor)
+    monkeypatch.setattr(FakeExecutor, "num_made", 0)
+    return FakeExecutor
 
 
 def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]) -> Messages:
@@ -466,24 +466,24 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
     return messages
 
 
-def test_memory_does_not_grow_with_the_number_of_shapes(fake_pipelines: type[FakePipeline]) -> None:
+def test_memory_does_not_grow_with_the_number_of_shapes(fake_executors: type[FakeExecutor]) -> None:
     sizes = [(2 * (2 + index % 4), 2 + index) for index in range(200)]
     messages = run_batches([x_of(*size) for size in sizes], lambda model, x: model(x).sum())
     gc.collect()
-    assert fake_pipelines.num_made == 2 * 200  # forward and backward
-    assert len(fake_pipelines.alive) <= 2 * 8
+    assert fake_executors.num_made == 2 * 200  # forward and backward
+    assert len(fake_executors.alive) <= 2 * 8
     assert len(messages.details) == 1  # the second length; all later shapes go through its trace
 
 
-def test_names_of_samples_make_nothing_new(fake_pipelines: type[FakePipeline]) -> None:
+def test_names_of_samples_make_nothing_new(fake_executors: type[FakeExecutor]) -> None:
     batches = [{"x": x_of(4, 7), "names": [f"{index}-{sample}" for sample in range(4)], "id": f"{index}"} for index in range(5)]
     messages = run_batches(batches, lambda model, batch: model(batch["x"]).sum())
-    assert fake_pipelines.num_made == 2
+    assert fake_executors.num_made == 2
     assert not messages.details
 
 
-def test_a_number_that_the_model_gets_is_not_overlooked(fake_pipelines: type[FakePipeline]) -> None:
+def test_a_number_that_the_model_gets_is_not_overlooked(fake_executors: type[FakeExecutor]) -> None:
     batches = [{"x": x_of(4, 7), "lengths": [length] * 4} for length in (7, 5, 7, 3, 5)]
     messages = run_batches(batches, lambda model, batch: model(batch["x"][:, : max(batch["lengths"])]).sum())
-    assert fake_pipelines.num_made == 2 * 3
+    assert fake_executors.num_made == 2 * 3
     assert len(messages.details) == 1

@@ -90,7 +90,7 @@ def test_the_mesh_has_replicas_and_places(ranks: Ranks, devices: int, stages: in
         assert found["device"] == "cpu"
         replica, place = found["places"]
         assert found["mesh"][replica][place] == rank
-        assert place == found["stage"]  # in the order of the stages
+        assert place == stages - 1 - found["stage"]  # the last stage is on the first rank
         assert sorted(sum(found["mesh"], [])) == list(range(devices))
         assert found["sums"] == [2.0**replicas - 1, 2.0**stages - 1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,18 +13,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeStrategy
-from lightning_fxpipe.schedules.pipelining import Pipeline
-from lightning_fxpipe.schedules.places import Place
+from lightning_fxpipe.schedules.executor import Channels, Executor
+from lightning_fxpipe.schedules.program import BOTH_WAYS, Edge, program_of
+from lightning_fxpipe.schedules.stage_graph import StageGraph, StageGraphs
+from lightning_fxpipe.simulation.actions import FORWARD, Action
+from lightning_fxpipe.simulation.orders import gpipe, one_forward_one_backward
 from lightning_fxpipe.stages.build import TensorSpec
 from tests.lit import make_trainer
 from tests.livebytes import LiveBytes, without_garbage
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net
-from tests.ranks.test_schedule import make_group
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 64  # of weights that nothing else is as large as
@@ -193,25 +194,31 @@ NUM_MICROBATCHES = 8
 
 def run_pipeline(training: bool) -> list[tuple[float, float]]:
     """Runs on every rank: for each of three steps, how many boundaries' bytes live when it begins, and at most."""
-    group = make_group()
-    index, num_stages = dist.get_rank(group), dist.get_world_size(group)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     parameter = nn.Parameter(torch.ones(1))
     spec = TensorSpec(shape=(NUM_ENTRIES,), dtype=torch.float32, requires_grad=True)
+    edges = [Edge(source=stage, target=stage + 1, spec=spec) for stage in range(num_ranks - 1)]
+    table = (one_forward_one_backward if training else gpipe)(num_ranks, NUM_MICROBATCHES)
+    graphs = StageGraphs()
 
-    def run(_: int, __: int, received: tuple[Tensor, ...]) -> Tensor:
+    def compute(action: Action, received: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        if action.kind is not FORWARD:
+            return graphs.backward(action, received)
+        leaves = [tensor.requires_grad_(training) for tensor in received]
         with torch.set_grad_enabled(training):
-            made = received[0] + parameter if received else parameter.expand(NUM_ENTRIES).clone()
-            return made.sum() if index == num_stages - 1 else made
+            made = leaves[0] + parameter if leaves else parameter.expand(NUM_ENTRIES).clone()
+            made = made.sum() if rank == num_ranks - 1 else made
+        if training:
+            gradient = torch.ones(()) if rank == num_ranks - 1 else None
+            graphs.put(action, StageGraph.of(leaves, [made]), splits=False, gradient=gradient)
+        return () if rank == num_ranks - 1 else [made.detach()]
 
-    is_last = index == num_stages - 1
-    pipeline = Pipeline(
-        [Place(stage=index, index=index, received=(spec,) if index else (), sent=None if is_last else (spec,))],
-        num_places=num_stages,
-        num_microbatches=NUM_MICROBATCHES,
-        order=Schedule1F1B if training else ScheduleGPipe,
-        has_backward=training,
+    executor = Executor(
+        program_of(table, edges, rank, kinds=BOTH_WAYS if training else {FORWARD}),
         device=torch.device("cpu"),
-        group=group,
+        channels=Channels(onward=None, back=None, global_ranks=tuple(range(num_ranks))),
     )
     found: list[tuple[float, float]] = []
     with without_garbage():
@@ -219,14 +226,14 @@ def run_pipeline(training: bool) -> list[tuple[float, float]]:
             live = LiveBytes()
             start = live.now
             with live:
-                pipeline.step(run)
+                executor.step(compute)
             found.append((start, live.peak))
     one = NUM_ENTRIES * 4
     return [((start - found[0][0]) / one, (peak - start) / one) for start, peak in found]
 
 
 def test_1f1b_has_boundaries_of_as_many_microbatches_as_stages(ranks: Ranks) -> None:
-    """torch made buffers for all microbatches, and kept them: of up to eight shapes of batches."""
+    """Buffers for all microbatches, kept between steps, would be there for up to eight shapes of batches."""
     for found in ranks(3).run(run_pipeline, True):
         for start, most in found[1:]:
             assert start < 0.1, found

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe._compat.torch import patched_attributes
-from lightning_fxpipe.schedules.places import SkipEnd
-from lightning_fxpipe.schedules.skips import SkipMessages
+from lightning_fxpipe.schedules.executor import Executor
+from lightning_fxpipe.schedules.program import Message
 from lightning_fxpipe.simulation.actions import ActionTable
 from tests.models import UNet
 from tests.owntables import SPLIT_V, random_table
@@ -134,11 +134,12 @@ def recorded(kind: str, schedule: str | ActionTable | None, devices: int = 1) ->
     shape = (1, 16, 16) if kind == "u_net" else (WIDTH,)
     data = TensorDataset(*(torch.randn(3 * BATCH - 5, *shape, generator=generator) for _ in range(2)))
     recording, sent, quiet = Recording(), [], {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    send = SkipMessages.send
+    send = Executor._send
 
-    def counted(self: SkipMessages, ends: Sequence[SkipEnd], *args: Any) -> None:
-        sent.extend(end for end in ends if end.rank is not None)
-        send(self, ends, *args)
+    def counted(self: Executor, message: Message) -> None:
+        edges = (self._program.edges[value.edge] for value in message.values)
+        sent.extend(edge for edge in edges if edge.target > edge.source + 1)
+        send(self, message)
 
     trainer = Trainer(
         strategy=strategy,
@@ -150,7 +151,7 @@ def recorded(kind: str, schedule: str | ActionTable | None, devices: int = 1) ->
         enable_model_summary=False,
         **quiet,  # type: ignore[arg-type]
     )
-    with patched_attributes((SkipMessages, "send", counted)):
+    with patched_attributes((Executor, "_send", counted)):
         loader = DataLoader(data, batch_size=BATCH)
         trainer.fit(OfImages() if kind == "u_net" else Skipping(RUNS[kind]), loader, loader)
     return recording.steps, float(trainer.callback_metrics["validation"]), len(sent)

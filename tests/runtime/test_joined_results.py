@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_fxpipe.runtime.joined_results import JoinedResults
+from lightning_fxpipe.stages.build import TensorSpec
 
 
 def joined(batch: Tensor, dim: int | None, sizes: list[int], num_rows: int) -> Tensor:
-    results, start = JoinedResults([tuple(batch.shape)], [dim], num_rows), 0
+    order = tuple(sorted(range(batch.dim()), key=lambda each: -batch.stride(each)))
+    spec = TensorSpec(shape=tuple(batch.shape), dtype=batch.dtype, requires_grad=False, memory_order=order)
+    results, start = JoinedResults([spec], [dim], num_rows), 0
     for rows in sizes:
         assert not results.are_complete
         entries = 1 if dim is None else batch.shape[dim] // num_rows

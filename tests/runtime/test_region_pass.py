@@ -14,6 +14,8 @@ from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
 from lightning_fxpipe.microbatch.split import Pass, plan_passes
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, RegionPass, StageRun
+from lightning_fxpipe.schedules.executor import Compute
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, Action, Kind
 from lightning_fxpipe.stages.build import Stage, TensorSpec
 
 CPU = torch.device("cpu")
@@ -21,14 +23,14 @@ WIDTH = 3
 
 
 class Alone:
-    """A pipeline of one stage."""
+    """Runs a pass of one stage."""
 
-    def __init__(self, part: Pass, stage: int) -> None:
-        self.part, self.stage = part, stage
+    def __init__(self, part: Pass, stage: int, kind: Kind) -> None:
+        self.part, self.stage, self.kind = part, stage, kind
 
-    def step(self, run: Callable[[int, int, tuple[Tensor, ...]], Any]) -> None:
+    def step(self, compute: Compute) -> None:
         for index in range(self.part.count):
-            run(self.stage, index, ())
+            compute(Action(self.stage, self.kind, index), ())
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> TensorSpec:
@@ -51,7 +53,8 @@ def setup_of(
             spec(*(part.size, *each.shape[1:]), dtype=each.dtype, requires_grad=each.requires_grad) if dim == 0 else each
             for each, dim in zip(specs, joined, strict=True)
         )
-        pipeline: Any = Alone(part, index)
+        forward: Any = Alone(part, index, FORWARD)
+        backward: Any = Alone(part, index, BACKWARD)
         legs.append(
             Leg(
                 part=part,
@@ -60,8 +63,8 @@ def setup_of(
                 crossings={index: Crossing(received=(), sent=sent)},
                 sizes={},
                 admits_one_more=False,
-                forward=pipeline,
-                backward=pipeline,
+                forward=forward,
+                backward=backward,
                 interleaved=None,
             )
         )

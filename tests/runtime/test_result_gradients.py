@@ -133,7 +133,6 @@ def fit(folder: Path, *, is_balanced: bool) -> None:
     make_trainer(max_epochs=1, strategy=strategy, default_root_dir=folder).fit(Lit(1e-4, is_balanced), loader)
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="runs stages of one device one way")
 def test_1f1b_refuses_such_a_term_and_trains_a_mean(tmp_path: Path) -> None:
     fit(tmp_path, is_balanced=False)
     with pytest.raises(UnsupportedError, match=r"gradients with respect to a result of the model, of shape \(16, 3\)"):

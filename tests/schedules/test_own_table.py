@@ -8,7 +8,7 @@ import pytest
 
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import ScheduleError
-from lightning_fxpipe.schedules.by_name import SCHEDULES, breadth_first, training_order
+from lightning_fxpipe.schedules.by_name import SCHEDULES, forward_order, training_order
 from lightning_fxpipe.schedules.own_table import schedule_of, schedule_of_table, wanted_schedule
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.by_name import stages_of_ranks, table_of
@@ -25,7 +25,7 @@ COST = StageCosts(forward_seconds=1, input_backward_seconds=1, weight_backward_s
         (ODD, 2, 1, False, False, 4),
         (SPLIT_V, 2, 2, True, True, 4),
         (ONE_RANK, 1, 4, False, True, 2),
-        (breadth_first(Placement(num_ranks=3, stages_per_rank=2), 3).to_csv(), 3, 2, False, False, 3),
+        (forward_order(Placement(num_ranks=3, stages_per_rank=2), 3).to_csv(), 3, 2, False, False, 3),
     ],
 )
 def test_a_table_says_all_of_its_pipeline(text: str, num_ranks: int, each: int, is_v: bool, splits: bool, count: int) -> None:
@@ -39,7 +39,7 @@ def test_a_table_says_all_of_its_pipeline(text: str, num_ranks: int, each: int, 
     assert {*found.table.ranks} == {*ActionTable.from_csv(text).ranks}  # each rank's order is untouched
     assert training_order(found, placement, count) is found.table
     other = training_order(found, placement, count - 1)
-    assert other == (breadth_first(placement, count - 1) if each > 1 else training_order(SCHEDULES["1f1b"], placement, 1))
+    assert other == forward_order(placement, count - 1)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,28 @@
 """Schedules that compute gradients of weights later than those of inputs: never others than one device's.
 
-torch runs autograd twice for it, and begins the second time inside the graph. Each kind of step here is one for which that was
-wrong in some version of torch, or would be. All stages are in one process, where a schedule does the same as on several.
+Autograd runs twice for it, and begins the second time inside the graph. Each kind of step here is one for which that was wrong
+in some version of torch's schedules, or would be. All stages are in one process, where a schedule does the same as on several.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe import FxPipeStrategy
-from lightning_fxpipe._compat.autograd import with_own_node
 from lightning_fxpipe.runtime.region_pass import RegionPass
-from lightning_fxpipe.schedules import pipelining
-from lightning_fxpipe.schedules.split_backward import HookWatch, may_split
+from lightning_fxpipe.schedules import stage_graph
+from lightning_fxpipe.schedules.split_backward import HookWatch, input_gradients
+from lightning_fxpipe.schedules.stage_graph import StageGraph
 
 WIDTH = 8
 SCHEDULES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "v_half")
@@ -218,7 +218,7 @@ class Skipping(Net):
     "split_points", [["layers.1", "layers.3"], ["layers.1", "layers.2", "layers.3"], ["layers.1", "layers.2"]]
 )
 def test_what_is_sent_may_be_needed_for_weights(split_points: list[str]) -> None:
-    """torch detaches it in place in between."""
+    """The first half of the backward pass must leave it as it is."""
     expected = fitted(Skipping(), "auto")
     strategy = FxPipeStrategy(schedule="interleaved_zero_bubble", split_points=split_points, num_microbatches=4)
     found = fitted(Skipping(), strategy)
@@ -239,7 +239,7 @@ class TwoTowers(Net):
 
 @pytest.mark.parametrize("split_points", [["layers.1", "layers.3"], ["layers.1", "layers.3", "head"]])
 def test_a_tower_that_begins_in_a_stage_gets_its_gradients(split_points: list[str]) -> None:
-    """What it gives hangs on none of the stage's inputs, from which torch looks for weights: it got none, without a word."""
+    """What it gives hangs on none of the stage's inputs, from which a search for weights may begin."""
     expected = fitted(TwoTowers(), "auto")
     strategy = FxPipeStrategy(schedule="interleaved_zero_bubble", split_points=split_points, num_microbatches=4)
     found = fitted(TwoTowers(), strategy)
@@ -256,7 +256,7 @@ class Detaching(Skipping):
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs"])
 def test_what_is_sent_may_get_no_gradient(schedule: str) -> None:
-    """torch leaves the buffer as it is, set to zero."""
+    """The stage that sent it waits for its gradient all the same: zeros."""
     expected = fitted(Detaching(), "auto")
     found = fitted(Detaching(), FxPipeStrategy(schedule=schedule, num_stages=4, num_microbatches=4))  # type: ignore[arg-type]
     for fqn, value in found.items():
@@ -271,30 +271,22 @@ def test_microbatches_go_back_before_all_have_come_forward(schedule: str, monkey
     fitted(Net(), in_stages(schedule))
 
 
-SPLIT = ("a product", "results that are views of one", "sizes", "checkpointing")
-WHOLE = (
-    "a weight used twice",
-    "a layer used twice",
-    "weights made once and used twice",
-    "an operation of Python",
-    "a hook on a result",
-    "checkpointing that calls backward",
-)
+WHOLE = ("an operation of Python", "a hook on a result", "checkpointing that calls backward")
 
 
-@pytest.mark.parametrize("calls", [*SPLIT, *WHOLE])
+@pytest.mark.parametrize("calls", [calls for calls in CALLS if calls != "a weight that is added"])  # which cannot be divided
 def test_what_bears_it_is_split(calls: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the bubble filled a zero-bubble schedule is a slow one."""
     found: list[bool] = []
 
-    def noted(*args: Any) -> bool:
-        found.append(may_split(*args))
-        return found[-1]
+    def noted(*args: Any) -> Any:
+        split = input_gradients(*args)
+        found.append(split is not None)
+        return split
 
-    monkeypatch.setattr(pipelining, "may_split", noted)
+    monkeypatch.setattr(stage_graph, "input_gradients", noted)
     fitted(Net(calls), in_stages("zbv_zero_bubble"))
-    # A hook is noted before the graph is looked at. The first stage's backward torch never splits.
-    assert (any(found) and calls != "a hook on a result") == (calls in SPLIT)
+    assert any(found) == (calls not in WHOLE)
 
 
 def test_backwards_of_python_run_once_for_each_microbatch() -> None:
@@ -314,85 +306,68 @@ def test_hooks_run_as_often_as_without_a_split(calls: str, change: str | None) -
     assert found[0] == found[1] > 0
 
 
-# ------------------------------------------------------------------ what is looked at
-
-
-def test_a_graph_from_inputs_that_train_may_be_split() -> None:
-    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
-    assert may_split([x], [x * weight], [weight])
-    assert may_split([x, torch.ones(2)], [x * weight, x + 1], [weight])
-
-
-def test_without_an_input_that_trains_the_weights_would_be_lost() -> None:
-    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2)
-    assert not may_split([x], [x * weight], [weight])
-    assert not may_split([], [x * weight], [weight])
-
-
-def test_a_weight_that_is_none_of_the_stages_own_would_be_lost() -> None:
-    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
-    assert not may_split([x], [x * weight], [])
-    other = nn.Parameter(torch.ones(2), requires_grad=False)
-    assert may_split([x], [x * weight * other], [weight])
-
-
-def test_weights_that_leave_the_way_at_two_places_would_run_what_lies_between_twice() -> None:
-    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
-    assert not may_split([x], [x * weight * weight], [weight])
-    made = weight.exp()
-    assert not may_split([x], [(x * made).exp() * made], [weight])
-    assert may_split([x], [x * (weight.exp() + weight.sin() * weight)], [weight])
-
-
-def test_an_output_that_hangs_on_weights_alone_would_give_them_no_gradient() -> None:
-    first, second, x = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
-    assert not may_split([x], [x * first, second.exp()], [first, second])
-    tower = second.exp()
-    assert not may_split([x], [x * tower, tower], [second])  # what comes by the other output would be missing
-    assert may_split([x], [x * first + second.exp()], [first, second])
+# ------------------------------------------------------------------ graphs by chance
 
 
 class Graph:
-    """A stage of random products, sums and functions of its inputs and weights."""
+    """A stage of random products, sums and functions of its inputs and weights; it may give these themselves as well."""
 
     def __init__(self, numbers: random.Random) -> None:
-        self.inputs = [torch.randn(3, requires_grad=numbers.random() < 0.9) for _ in range(numbers.randint(1, 3))]
+        self.inputs = [torch.randn(3, requires_grad=numbers.random() < 0.9) for _ in range(numbers.randint(0, 3))]
         self.weights = [nn.Parameter(torch.randn(3)) for _ in range(numbers.randint(1, 4))]
         made: list[Tensor] = [*self.inputs, *self.weights]
         for _ in range(numbers.randint(1, 9)):
             one, other = numbers.choice(made), numbers.choice(made)
             made.append(numbers.choice([one * other, one + other, one.tanh(), one.exp()]))
-        found = [tensor for tensor in made if tensor.grad_fn is not None] or [self.inputs[0] * self.weights[0]]
-        chosen = dict.fromkeys(numbers.choice(found) for _ in range(numbers.randint(1, 3)))
-        self.outputs = [with_own_node(tensor) for tensor in chosen]  # as a stage's are
+        self.outputs = [*dict.fromkeys(numbers.choice(made) for _ in range(numbers.randint(1, 3)))]
         self.gradients = [torch.randn(3) for _ in self.outputs]
-        self.in_one_piece = self._whole()
+        self.targets = [tensor for tensor in (*self.inputs, *self.weights) if tensor.requires_grad]
+        self.num_hooks = [0] * len(self.weights)
+        for index, weight in enumerate(self.weights):
+            weight.register_hook(partial(self._count, index))
 
-    def _whole(self) -> list[Tensor | None]:
-        targets = [tensor for tensor in (*self.inputs, *self.weights) if tensor.requires_grad]
-        return [*torch.autograd.grad(self.outputs, targets, self.gradients, retain_graph=True, allow_unused=True)]
+    def _count(self, index: int, gradient: Tensor) -> None:
+        self.num_hooks[index] += 1
 
-    def split(self) -> list[Tensor | None]:
-        """As torch's runtime does it."""
-        inward, groups = stage_backward_input(self.outputs, self.gradients, self.inputs, iter(self.weights))
-        stage_backward_weight(iter(self.weights), groups)
-        of_inputs = [gradient for gradient, tensor in zip(inward, self.inputs, strict=True) if tensor.requires_grad]
+    def in_one_piece(self) -> list[Tensor | None]:
+        trained = [(o, g) for o, g in zip(self.outputs, self.gradients, strict=True) if o.requires_grad]
+        if not trained:
+            return [None for _ in self.targets]
+        outputs, gradients = zip(*trained, strict=True)
+        found = torch.autograd.grad(outputs, self.targets, gradients, retain_graph=True, allow_unused=True)
+        self.num_hooks = [0] * len(self.weights)
+        return [*found]
+
+    def in_halves(self) -> list[Tensor | None]:
+        of_inputs, left = StageGraph.of(self.inputs, self.outputs).input_backward(self.gradients)
+        assert all(weight.grad is None for weight in self.weights)
+        assert left is not None
+        left.compute()
         return [*of_inputs, *(weight.grad for weight in self.weights)]
 
 
-def test_whatever_may_be_split_has_the_same_gradients_as_in_one_piece() -> None:
-    num_split = 0
+def test_both_halves_together_are_the_backward_pass() -> None:
+    """Weights used twice, made of others, behind an output alone; inputs sent on. Hooks of weights run once."""
     for seed in range(1500):
         torch.manual_seed(seed)
         graph = Graph(random.Random(seed))
-        if not may_split(graph.inputs, graph.outputs, graph.weights):
-            continue
-        num_split += 1
-        for found, expected in zip(graph.split(), graph.in_one_piece, strict=True):
-            assert (found is None) == (expected is None), f"seed {seed}"
-            if found is not None and expected is not None:
-                torch.testing.assert_close(found, expected, msg=f"seed {seed}")
-    assert num_split > 200
+        expected = graph.in_one_piece()
+        for found, other, target in zip(graph.in_halves(), expected, graph.targets, strict=True):
+            if other is None:
+                is_weight = any(target is weight for weight in graph.weights)
+                assert found is None if is_weight else not found.any(), f"seed {seed}"
+            else:
+                torch.testing.assert_close(found, other, msg=f"seed {seed}")
+        assert graph.num_hooks == [0 if weight.grad is None else 1 for weight in graph.weights], f"seed {seed}"
+
+
+def test_an_operation_of_python_runs_once_and_as_a_whole() -> None:
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2, requires_grad=True)
+    output = Doubled.apply(x, weight)  # type: ignore[no-untyped-call]
+    (gradient,), left = StageGraph.of([x], [output]).input_backward([torch.ones(1, 2)])
+    assert left is None
+    assert gradient.tolist() == [[4, 4]]
+    assert weight.grad is not None
 
 
 def test_a_hook_is_noted_in_its_block_only() -> None:

@@ -15,10 +15,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from lightning_fxpipe._compat.pipelining import rows_of
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.simulation.actions import Action, ActionTable, Kind
 from lightning_fxpipe.simulation.orders import hand_made_zero_bubble, interleaved
+from tests.simulation.torch_tables import rows_of
 
 SPLIT = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 

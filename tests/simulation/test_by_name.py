@@ -80,7 +80,7 @@ def test_a_name_may_be_spelled_as_torch_does() -> None:
         (
             8,
             {"schedule": "dualpipev"},
-            "torch's schedule does not support this number of microbatches[^*]*4 microbatches on 4 ranks",
+            "DualPipeV requires at least as many microbatches as stages[^*]*4 microbatches and 8 stages",
         ),
         (1, {"schedule": ActionTable.from_csv("0F0,0B0"), "num_microbatches": 2}, "for a different number of microbatches"),
     ],

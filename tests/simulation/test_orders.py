@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from collections.abc import Callable
+from typing import Any
 
-from lightning_fxpipe._compat.pipelining import rows_of_class
+import pytest
+from torch.distributed.pipelining import (
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.simulation.orders import (
     gpipe,
@@ -16,7 +24,9 @@ from lightning_fxpipe.simulation.orders import (
     one_forward_one_backward,
 )
 from lightning_fxpipe.simulation.simulator import run_table
+from lightning_fxpipe.simulation.v_orders import dual_pipe_v, zbv
 from tests.simulation.published import Row, rows, tolerance
+from tests.simulation.torch_tables import rows_of_class
 
 GIB = 2**30
 UNIT = StageCosts(forward_seconds=1, input_backward_seconds=1, weight_backward_seconds=1, activation_bytes=1)
@@ -111,16 +121,28 @@ def test_interleaving_needs_rounds_of_equally_many_microbatches() -> None:
         interleaved(4, 9, stages_per_rank=2)
 
 
+TORCHS: dict[Any, Callable[[int, int, int], ActionTable]] = {
+    ScheduleInterleaved1F1B: lambda ranks, count, each: interleaved(ranks, count, stages_per_rank=each),
+    ScheduleInterleavedZeroBubble: lambda ranks, count, each: interleaved(
+        ranks, count, stages_per_rank=each, delays_weights=True
+    ),
+    ScheduleZBVZeroBubble: lambda ranks, count, each: zbv(ranks, count),
+    ScheduleDualPipeV: lambda ranks, count, each: dual_pipe_v(ranks, count),
+}
+
+
+@pytest.mark.parametrize("kind", TORCHS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
-def test_the_interleaved_order_is_torchs(num_ranks: int, stages_per_rank: int) -> None:
-    """Which the runtime executes."""
-    for count in range(1, 14):
-        try:
-            theirs = rows_of_class(ScheduleInterleaved1F1B, num_ranks, stages_per_rank, count)
-        except ValueError:
-            with pytest.raises(ScheduleError):
-                interleaved(num_ranks, count, stages_per_rank=stages_per_rank)
-            continue
-        ours = interleaved(num_ranks, count, stages_per_rank=stages_per_rank)
-        assert [[str(action) for action in actions] for actions in ours.ranks] == theirs
+def test_the_orders_that_torch_has_are_its_own(kind: Any, num_ranks: int) -> None:
+    """What is known about a schedule of this name, here and elsewhere, is known of the same table."""
+    is_v = kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+    for each in [2] if is_v else [1, 2, 3]:
+        for count in range(1, 14):
+            try:
+                theirs = rows_of_class(kind, num_ranks, each, count)
+            except ValueError:
+                with pytest.raises(ScheduleError):
+                    TORCHS[kind](num_ranks, count, each)
+                continue
+            ours = TORCHS[kind](num_ranks, count, each)
+            assert [[str(action) for action in actions] for actions in ours.ranks] == theirs

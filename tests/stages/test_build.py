@@ -16,7 +16,7 @@ from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.step_plan import make_plan
-from lightning_fxpipe.stages.build import boundary_specs, build_stages
+from lightning_fxpipe.stages.build import TensorSpec, boundary_specs, build_stages
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.models import make_model, make_samples
 from tests.staging import (
@@ -257,3 +257,26 @@ def test_what_crosses_is_described_as_it_is() -> None:
         ((4,), torch.float32, False),
         ((1,), torch.int64, False),
     ]
+
+
+@pytest.mark.parametrize("order", [None, (1, 0, 2), (0, 2, 1), (2, 1, 0)])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 3, 4), (2, 1, 1), (0, 3, 2)])
+def test_a_tensor_keeps_its_layout_when_it_is_sent(order: tuple[int, ...] | None, shape: tuple[int, ...]) -> None:
+    """A mask of dropout follows the memory: in another layout other entries would be zero than on one device."""
+    spec = TensorSpec(shape=shape, dtype=torch.float32, requires_grad=False, memory_order=order)
+    received = spec.empty(torch.device("cpu"))
+    inside = spec.packed(received)
+    assert inside.is_contiguous()
+    assert inside.data_ptr() == received.data_ptr()  # what is received into
+    sent = torch.randn(shape)
+    inside.copy_(spec.packed(sent))
+    assert torch.equal(received, sent)
+
+
+def test_the_layout_of_a_boundary_is_that_of_the_traced_tensor() -> None:
+    graph = fx.Graph()
+    tensors = [torch.ones(2, 3, 4), torch.ones(2, 4, 3).transpose(1, 2), torch.ones(1, 5), torch.ones(5, 1).expand(5, 2)]
+    nodes = tuple(graph.placeholder(f"x{number}") for number in range(len(tensors)))
+    for node, tensor in zip(nodes, tensors, strict=True):
+        node.meta["val"] = tensor
+    assert [spec.memory_order for spec in boundary_specs(nodes, {})] == [None, (0, 2, 1), None, None]

@@ -36,9 +36,7 @@ from lightning_fxpipe.strategy.support import (
     check_converted,
     check_has_batch,
     check_optimizers,
-    check_order,
     check_sampler,
-    check_torch,
     check_trainer,
     placement_for,
     report_batch_norm,
@@ -356,43 +354,12 @@ def test_lbfgs_is_one_that_needs_all_parameters_and_the_user_is_told() -> None:
 # ------------------------------------------------------------------ stages, batch, BatchNorm
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.1", "2.15.0a0+git12", "3.0.0"])
-def test_several_processes_run_with_a_torch_that_can(version: str) -> None:
-    check_torch(4, version)
-
-
-@pytest.mark.parametrize("version", ["2.9.1", "2.11.0+cu130", "2.12.1"])
-def test_an_older_torch_runs_one_process_and_no_more(version: str) -> None:
-    check_torch(1, version)
-    with pytest.raises(
-        UnsupportedError,
-        match=r"(?s)This version of torch does not support pipelines.*2\..* and 2 devices.*'torch>=2.13'.*devices=1",
-    ):
-        check_torch(2, version)
-
-
-def test_the_oldest_torch_runs_stages_of_one_device_one_way() -> None:
-    """Its stages give each other one gradient too many in orders that go by turns."""
-    for version in ("2.11.0+cu130", "2.12.1"):
-        check_order(SCHEDULES["gpipe"], 4, version)
-        check_order(SCHEDULES["1f1b"], 1, version)
-    check_order(SCHEDULES["1f1b"], 2, "2.12.1")
-    with pytest.raises(
-        UnsupportedError, match=r"(?s)This version of torch supports several stages.*2\.11.*'1f1b' and 2 stages.*gpipe"
-    ):
-        check_order(SCHEDULES["1f1b"], 2, "2.11.0+cu130")
-
-
-def test_the_trainer_is_refused_with_the_torch_that_is_there() -> None:
+def test_all_ranks_of_a_pipeline_are_one_replica() -> None:
     assert make_trainer(strategy="fxpipe", devices=1).world_size == 1
-    if torch.__version__ >= (2, 13):
-        trainer = make_trainer(strategy="fxpipe", devices=2)
-        assert isinstance(trainer.strategy, FxPipeStrategy)
-        assert trainer.strategy.num_processes == 2
-        assert trainer.world_size == 1  # all ranks of a pipeline are one replica
-    else:
-        with pytest.raises(UnsupportedError, match="devices=1"):
-            make_trainer(strategy="fxpipe", devices=2)
+    trainer = make_trainer(strategy="fxpipe", devices=2)
+    assert isinstance(trainer.strategy, FxPipeStrategy)
+    assert trainer.strategy.num_processes == 2
+    assert trainer.world_size == 1
 
 
 def placed(num_ranks: int, schedule: str = "auto", stages: int | str = "auto", each: int | str = "auto") -> Placement:

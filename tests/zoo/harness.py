@@ -20,12 +20,12 @@ from lightning_fxpipe.planner import planning
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import build_chain, canonical_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan
-from lightning_fxpipe.planner.partition import solve
+from lightning_fxpipe.planner.partition import Demands, cheapest_cuts
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import describe_plan, plan_region
 from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.pytree.structure import Template
-from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
+from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import backward_from, come_back_to, come_to, spoil
@@ -71,7 +71,7 @@ class Traces:
         call = self._call(SIZES[0])
         chain = build_chain(self._trace(self.root, call, opened=plan.opened))
         costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
-        cuts = solve(parameter_weights(chain, call), costs, num_stages)
+        cuts = cheapest_cuts(Demands(parameter_weights(chain, call), costs, num_stages))
         return describe_plan(Assignment(chain=chain, cuts=cuts), call)
 
     def assignment(self, num_stages: int, *, training: bool, size: int = SIZES[0]) -> Assignment:
@@ -168,7 +168,8 @@ class Staged:
             outputs = stage.module(*arriving, *[available[index] for index in stage.region_inputs])
             assert all(torch.equal(now, then) for now, then in zip(arriving, before, strict=True)), "receive buffer written to"
             received.append(arriving)
-            sent.append([output.contiguous() if stage.boundary_out else output for output in outputs])
+            leaving = boundary_specs(stage.boundary_out, sizes)
+            sent.append([_arriving(o, s) for o, s in zip(outputs, leaving, strict=True)] if leaving else [*outputs])
         result = traced.result(sent[-1])
         loss = entry.loss(result)
         if training:
@@ -232,6 +233,13 @@ def _spoil_once(root: nn.Module, fqn: str, first_name: str, placeholders: dict[s
 def _on(assignment: Assignment, root: nn.Module) -> Assignment:
     chain = assignment.chain
     return replace(assignment, chain=replace(chain, traced=replace(chain.traced, root=root)))
+
+
+def _arriving(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """A tensor as another stage gets it."""
+    packed = spec.packed(tensor)
+    order = spec.memory_order
+    return packed if order is None else packed.permute([order.index(dim) for dim in range(len(order))])
 
 
 def _inputs(traced: TracedRegion, batch: Mapping[str, Any]) -> list[Tensor]:
