@@ -30,7 +30,7 @@ def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
 
 
 def _for_folder(kind: str, path: Any, url: str, options: Mapping[str, Any]) -> Any:
-    """Those for the file systems of fsspec have public names since torch 2.15 only. torch 2.9-2.15."""
+    """Makes a reader or a writer; those for fsspec have public names since torch 2.15 only. torch 2.9-2.15."""
     import torch.distributed.checkpoint as public
 
     if path is not None:
@@ -60,7 +60,7 @@ class StoredItem:
 
 
 def stored_items(metadata: Metadata) -> Iterator[StoredItem]:
-    """What a folder's files have, which torch keeps in records of a private class. torch 2.9-2.15."""
+    """Yields the contents of a folder's files, which torch keeps in records of a private class. torch 2.9-2.15."""
     for index, info in (metadata.storage_data or {}).items():
         yield StoredItem(index.fqn, info.relative_path, info.offset, info.length)
 

@@ -59,17 +59,17 @@ class function_mode_removed:
 
 
 def has_function_mode() -> bool:
-    """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.9-2.15."""
+    """True if a function mode is active; the public query also counts tensor subclasses. torch 2.9-2.15."""
     return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
 
 
 def is_watched() -> bool:
-    """Whether somebody watches torch's functions, or the operators below them. torch 2.9-2.15."""
+    """True if a function mode or a dispatch mode is active. torch 2.9-2.15."""
     return has_function_mode() or bool(_get_current_dispatch_mode_stack())
 
 
 def makes_fakes() -> bool:
-    """Whether tensors that are made have no data, as while a step is recorded. torch 2.9-2.15."""
+    """True if new tensors have no data, as while a step is recorded. torch 2.9-2.15."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 

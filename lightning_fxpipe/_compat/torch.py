@@ -271,7 +271,7 @@ def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def modules_inside(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What ``named_modules`` gives; in a sixth of the time where reads of modules' attributes are watched. torch 2.9-2.15."""
+    """As ``named_modules``, in a sixth of the time if reads of modules' attributes are watched. torch 2.9-2.15."""
     found, seen = dict[str, torch.nn.Module](), set[int]()
 
     def visit(path: str, inside: torch.nn.Module) -> None:
@@ -445,12 +445,12 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def is_saved_buffer(module: nn.Module, name: str) -> bool:
-    """Whether one of a module's own buffers is part of its state dict; to make that would run hooks. torch 2.9-2.15."""
+    """True if a module's own buffer is part of its state dict; making a state dict would run hooks. torch 2.9-2.15."""
     return name not in module._non_persistent_buffers_set
 
 
 def takes_device(operator: Any) -> bool:
-    """Whether an operator has an argument for the device of its result; no public name tells. torch 2.9-2.15."""
+    """True if an operator has an argument for the device of its result; no public name tells. torch 2.9-2.15."""
     return any(argument.name == "device" for argument in operator._schema.arguments)
 
 
@@ -493,6 +493,6 @@ def end_workers(loader: Any) -> None:
 
 
 def standard_normals(draw: Any) -> list[tuple[Any, str, Any]]:
-    """What to patch so that ``torch.distributions`` draw by one call, not by one in place. torch 2.9-2.15."""
+    """Returns the patches by which ``torch.distributions`` draw by one call, not by one in place. torch 2.9-2.15."""
     owners = (torch.distributions.normal, torch.distributions.multivariate_normal, torch.distributions.studentT)
     return [(owner, "_standard_normal", draw) for owner in (*owners, torch.distributions.lowrank_multivariate_normal)]

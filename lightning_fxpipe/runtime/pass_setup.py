@@ -363,7 +363,7 @@ class PassSetups:
         )
 
     def _executor(self, edges: Sequence[Edge], first: int, table: ActionTable, kinds: Collection[Kind]) -> Executor:
-        """What runs a table's actions of some kinds.
+        """Makes the executor of a table's actions of some kinds.
 
         Args:
             edges: The tensors that stages give each other.

@@ -89,13 +89,13 @@ class Leg:
     interleaved: Callable[[], Executor] | None
 
     def leaves(self, stage: int, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What a stage has received for a microbatch, as leaves of its graph."""
+        """Returns the tensors that a stage has received for a microbatch as leaves of its graph."""
         trains = torch.is_grad_enabled()
         specs = self.crossings[stage].received
         return tuple(t.detach().requires_grad_(spec.requires_grad and trains) for t, spec in zip(received, specs, strict=True))
 
     def trained(self, stage: int, outputs: Sequence[_T]) -> list[_T]:
-        """Those of a stage's outputs, or of something for each of them, that get gradients."""
+        """Returns the outputs of a stage that get gradients, or the entries for these of a list with one for each output."""
         return [output for output, spec in zip(outputs, self.crossings[stage].sent, strict=True) if spec.requires_grad]
 
     def number(self, index: int) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, Action, ActionTable, Kind, deadlock
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, Action, ActionTable, Kind, deadlock_error
 from lightning_fxpipe.stages.build import TensorSpec
 
 BOTH_WAYS = frozenset(Kind)
@@ -292,5 +292,5 @@ def _known_done(links: _Links) -> Mapping[_Place, list[int]]:
     waiting = [(rank, done[rank]) for rank, row in enumerate(rows) if done[rank] < len(row)]
     if waiting:
         missing = (next(cause for cause in links.causes[place] if done[cause[0]] <= cause[1]) for place in waiting)
-        raise deadlock((rank, rows[other][at]) for (rank, _), (other, at) in zip(waiting, missing, strict=True))
+        raise deadlock_error((rank, rows[other][at]) for (rank, _), (other, at) in zip(waiting, missing, strict=True))
     return clocks

@@ -213,7 +213,7 @@ def _wrong(observed: str, expected: str) -> ScheduleError:
     )
 
 
-def deadlock(waits: Iterable[tuple[int, Action]]) -> ScheduleError:
+def deadlock_error(waits: Iterable[tuple[int, Action]]) -> ScheduleError:
     """Returns the error of a table whose ranks wait for each other for ever.
 
     Args:

@@ -19,7 +19,7 @@ from lightning_fxpipe.simulation.actions import (
     WEIGHT_BACKWARD,
     Action,
     ActionTable,
-    deadlock,
+    deadlock_error,
 )
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 
@@ -224,7 +224,7 @@ class _Run:
                 self._do(action, rank, needed)
                 runnable.extend(self.waiting.pop(action, ()))
         if self.waiting:
-            raise deadlock((rank, action) for action, ranks in self.waiting.items() for rank in ranks)
+            raise deadlock_error((rank, action) for action, ranks in self.waiting.items() for rank in ranks)
 
     def _needed_by(self, action: Action) -> list[tuple[Action, float]]:
         """What an action waits for, besides the one before it on its rank, and the bytes that it gets from there."""

@@ -153,7 +153,7 @@ def _memory_order(tensor: Tensor, sizes: Mapping[Any, int]) -> tuple[int, ...] |
     if tensor.layout is not torch.strided:
         return None
     strides = [stride for each in tensor.stride() if (stride := _number(each, sizes)) is not None]
-    if len(strides) < tensor.dim():  # a view of a tensor that no boundary has
+    if len(strides) < tensor.dim():  # they depend on sizes that the boundaries do not have
         return None
     found = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
     return None if found == tuple(range(len(strides))) else found

@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         _PROGRAM,
-        "        raise deadlock(",
-        "        return clocks or deadlock(",
+        "        raise deadlock_error(",
+        "        return clocks or deadlock_error(",
         (f"{_TEST_PROGRAM}::test_a_table_whose_ranks_wait_for_each_other_is_refused",),
         "ranks that wait for each other for ever begin to run",
     ),
