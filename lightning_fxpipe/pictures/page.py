@@ -13,8 +13,9 @@ from lightning_fxpipe.planner.simulated_plan import SimulatedPlan, placement_of
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.simulation.timeline import Timeline
 
-_CALLS_ALONE = (
-    "Times are simulated and cover the model's calls only, without the rest of the step, the optimizer and Python overhead."
+_SIMULATED = (
+    "Times are simulated for the device {device}. They cover the model's calls only, without the rest of the step, the "
+    "optimizer and Python overhead."
 )
 
 _LAYOUTS = "Each layout is pipeline ranks x replicas; the first one that fits has the highest throughput."
@@ -84,7 +85,7 @@ def page_of_simulated_plan(simulated: SimulatedPlan, *, title: str = "") -> Page
             *(Alternative(name=name, refused=reason) for name, reason in simulated.refused.items()),
         ),
         memory_limit_bytes=limit if math.isfinite(limit) else None,
-        notes=(_CALLS_ALONE,),
+        notes=(_SIMULATED.format(device=simulated.device.name),),
     )
 
 
@@ -136,7 +137,7 @@ def page_of_layouts(found: LayoutComparison) -> Page:
             *(Alternative(name=f"{count} x {found.num_devices // count}", refused=reason) for count, reason in found.refused),
         ),
         memory_limit_bytes=limit if math.isfinite(limit) else None,
-        notes=(_LAYOUTS, _CALLS_ALONE, *averages),
+        notes=(_LAYOUTS, _SIMULATED.format(device=found.device.name), *averages),
         replicas=ReplicaGrid(num_replicas=best.num_replicas, placement=placement, gradient_bytes=best.simulation.gradient_bytes)
         if best.num_replicas > 1
         else None,

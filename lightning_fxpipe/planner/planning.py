@@ -142,6 +142,8 @@ def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Ass
     except PartitionError as error:
         if rule.split_points:
             raise
+        if chain.traced.refusal is not None:
+            raise chain.traced.refusal from error
         if one_layer := _one_layer(chain.traced.root, rule.num_stages):
             raise CannotCut(one_layer) from None
         obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]

@@ -33,6 +33,7 @@ from lightning_fxpipe.planner.follow_plan import follow_plan_with_tail
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.wording import node_words
+from lightning_fxpipe.runtime.late_exchanges import LateExchanges
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
@@ -66,6 +67,7 @@ class _Stages:
         results: What the last stage gives.
         tail: Where the results are, what runs once for the batch.
         division: How the batch is cut; None where it is not.
+        late_exchanges: What the rank's stages may leave for others.
     """
 
     assignment: Assignment
@@ -73,6 +75,7 @@ class _Stages:
     results: tuple[fx.Node, ...]
     tail: Stage | None
     division: Division | None
+    late_exchanges: LateExchanges
 
 
 class PassSetups:
@@ -277,7 +280,14 @@ class PassSetups:
             results=assignment.boundary(topology.last_stage),
             tail=build_stage(assignment, topology.num_stages) if topology.is_last or self._everywhere else None,
             division=division,
+            late_exchanges=self._late_exchanges(assignment),
         )
+
+    def _late_exchanges(self, assignment: Assignment) -> LateExchanges:
+        is_alone = self._topology.num_ranks == 1  # and all stages have the same objects
+        nodes = (node for stage in self._topology.stages if not is_alone for node in assignment.nodes(stage))
+        own = {str(node.target) for node in nodes if node.op == "call_module"}
+        return LateExchanges(self._root, own, assignment.chain.traced.changed_places)
 
     def _setup(
         self, traced: TracedRegion, stages: _Stages, passes: tuple[Pass, ...], sizes: Mapping[Any, int], training: bool
@@ -322,6 +332,7 @@ class PassSetups:
             carries_random_state=bool(carried),
             device=topology.device,
             norms=DeferredNorms(()) if division is None else self._norms,
+            late_exchanges=stages.late_exchanges,
         )
 
     def _leg(

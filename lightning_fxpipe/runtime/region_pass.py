@@ -35,6 +35,7 @@ from lightning_fxpipe.microbatch.draws import (
 from lightning_fxpipe.microbatch.split import Pass
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.runtime.joined_results import JoinedResults
+from lightning_fxpipe.runtime.late_exchanges import LateExchanges
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.schedules.executor import Executor
 from lightning_fxpipe.schedules.stage_graph import StageGraph
@@ -126,6 +127,7 @@ class PassSetup:
         carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
         device: This rank's device.
         norms: The layers whose running statistics wait for all microbatches.
+        late_exchanges: What the stages may leave for those of other ranks.
     """
 
     stages: Mapping[int, Stage]
@@ -141,6 +143,7 @@ class PassSetup:
     carries_random_state: bool
     device: torch.device
     norms: DeferredNorms
+    late_exchanges: LateExchanges
 
     @property
     def is_last(self) -> bool:
@@ -217,7 +220,8 @@ class StageRun:
         if not carried:
             seed_generators(*key)
         with continued_random_numbers(state, setup.device, *key) if carried else nullcontext(), setup.norms.noting():
-            outputs = stage.module(*received, *self._inputs(leg, stage, index))
+            run = partial(stage.module, *received, *self._inputs(leg, stage, index))
+            outputs: tuple[Tensor, ...] = setup.late_exchanges.watching(stage.index, run)
             after = generator_state(setup.device) if carried else None
         for output, spec, node in zip(outputs, leg.crossings[stage.index].sent, stage.boundary_out, strict=True):
             # A transport does not compare shapes or dtypes.

@@ -17,7 +17,7 @@ Recording it
     - ``torch_calls``, ``activation_checkpointing``, ``distributions``, ``recurrent``: calls that need care.
     - ``inner_results``: what leaves a module by another way than its result.
     - ``state_reads``, ``made_tensors``: what comes into one by another way than its arguments, and from whom.
-    - ``shared_values``: numbers that come so.
+    - ``shared_state``, ``exchanges``, ``views``, ``reachable``: plain values that come so.
     - ``set_between``: what the step sets between its calls for a later one.
     - ``tensor_classes``: inputs of classes of their own.
     - ``kept_state``: what a module keeps from one of its calls for the next one.

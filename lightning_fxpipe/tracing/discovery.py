@@ -151,8 +151,7 @@ def _discover(call: WholeStep, device: torch.device | None) -> _Discovery:
         try:
             return _discover_knowing(call, device, learned)
         except RecordAgain as knowing_more:
-            for learn in knowing_more.lessons:
-                learn()
+            learned.take(knowing_more.lessons)
 
 
 def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Learned) -> _Discovery:
@@ -180,7 +179,7 @@ def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Lea
         if discovery.misuse is not None:
             raise discovery.misuse
         check_values_read(root, discovery.attributes_read, discovery.left_values, step_name(step))
-        discovery.check_shared_values()
+        discovery.check_shared_state()
         check_same_parameters(root, discovery.parameters)
     return discovery
 
@@ -285,12 +284,12 @@ class _Discovery(SpanRecorder):
             if not self._num_running:
                 self.parameters = with_todays_memory(self._root, self.parameters)
 
-    def check_shared_values(self) -> None:
-        """Refuses a model that leaves numbers for the step. Raises :class:`RecordAgain` where more must be known for that."""
+    def check_shared_state(self) -> None:
+        """Refuses a step that depends on what its modules leave. Raises :class:`RecordAgain` where more must be known."""
         lessons = len(self.lessons)
         with self.pause():
             step = self._whole.step
-            self.shared_values.check(self.attributes_read, [""], step.function, step_name(step))
+            self.shared_state.check(self.attributes_read, [""], step.function, step_name(step))
         if self.lessons[lessons:]:
             raise RecordAgain(self.lessons[lessons:])
 
@@ -402,7 +401,7 @@ class _Discovery(SpanRecorder):
             self._check_not_hidden(tensor)
         self.note_use(value)
         with self.pause():
-            self.shared_values.note_given(value)
+            self.shared_state.note_given(value)
 
     def describe(self, leaf: Any) -> Any:
         """An argument of a call of the step; see :class:`SpanRecorder`. Raises :class:`HiddenTensor`."""

@@ -168,7 +168,9 @@ def place_value(roots: Mapping[str, Any], place: Difference) -> None:
         at_path(roots, place.path)[place.start :] = place.value
         return
     owner, (kind, key) = at_path(roots, place.path[:-1]), place.path[-1]
-    if isinstance(owner, nn.Module) and isinstance(key, tuple):
+    if kind == CONTENTS:
+        kind_of_step(owner, key).put(owner, place.value)
+    elif isinstance(owner, nn.Module) and isinstance(key, tuple):
         if key[0] == "_buffers":
             owner.register_buffer(key[1], place.value, persistent=False)
         else:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from types import MappingProxyType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import nn
 from lightning_fxpipe._compat.lightning import watched_trainer_counters
 from lightning_fxpipe._compat.torch import patched_attributes, registries
 from lightning_fxpipe.metrics.metric_calls import METRICS
+from lightning_fxpipe.user_code.code_contents import contents_of_function
 from lightning_fxpipe.user_code.code_names import is_own_code
 
 
@@ -257,6 +258,11 @@ def _snapshot(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
             return tuple(taken(item, depth + 1, (*steps, (ITEM, index))) for index, item in enumerate(value))
         if isinstance(value, dict):
             return entries(value, depth, steps, ITEM)
+        if isinstance(value, FunctionType):
+            held = contents_of_function(value) if is_own_code(value.__module__ or "") else {}
+            return value.__code__, entries(held, depth + 1, steps, ATTRIBUTE)
+        if isinstance(value, BuiltinFunctionType):
+            return value
         # What modules hold is read from them, and compared by itself.
         is_open = _is_settings(value) and not isinstance(value, nn.Module)
         return entries(vars(value), depth + 1, steps, ATTRIBUTE) if is_open else None
@@ -264,7 +270,7 @@ def _snapshot(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
     def entries(values: Mapping[Any, Any], depth: int, steps: Steps, kind: str) -> Any:
         return tuple((str(key), taken(item, depth + 1, (*steps, (kind, key)))) for key, item in values.items())
 
-    if isinstance(value, (*_PLAIN, list, tuple, dict, np.ndarray, np.generic)):
+    if isinstance(value, (*_PLAIN, list, tuple, dict, np.ndarray, np.generic, FunctionType, BuiltinFunctionType)):
         return taken(value, 0)
     if _is_settings(value):
         return entries(vars(value), 0, (), ATTRIBUTE)

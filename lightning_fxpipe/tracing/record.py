@@ -47,7 +47,7 @@ from lightning_fxpipe.tracing.probe import Probe, ProbeFailed, without_module
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
 from lightning_fxpipe.tracing.set_between import SetBetween
-from lightning_fxpipe.tracing.shared_values import SharedValues
+from lightning_fxpipe.tracing.shared_state import SharedState
 from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.state_reads import StateReads
 from lightning_fxpipe.tracing.torch_calls import (
@@ -70,12 +70,13 @@ from lightning_fxpipe.user_code.snapshot import Snapshot, passing_over, state_of
 
 DRAW_PREFIX = "region_draw_"
 _UNREACHED = "region_unreached"  # in the place of what cannot be reached yet
-# Functions whose tensor arguments stand for numbers.
-_FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn})
+_FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn})  # tensors are numbers
 
 
 class Recorder(GraphWriter, TorchFunctionMode):
     """The mode that writes the graph; ``region_path`` is that of the module whose forward is recorded."""
+
+    begins_with_first_call = False  # True where every rank runs what comes before
 
     def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
         TorchFunctionMode.__init__(self)
@@ -95,7 +96,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._inner_calls = InnerCalls()
         self.kept_state = KeptState(self, made := MadeTensors(), self.known_calls.note_write)
         self.state_reads = StateReads(settings, self.lessons, self, made, self.kept_state)
-        self.shared_values = SharedValues(settings, self.lessons)
+        self.shared_state = SharedState(settings, self.lessons, self.state_reads.follows, self.begins_with_first_call)
         self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
@@ -122,10 +123,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._inner_calls.note_call(func, args)
             result = shape_only(func, args)(*args, **kwargs)
             self.state_reads.note((args, kwargs), result)
-            self.shared_values.note(func, (args, kwargs))
-            return result
-        self.shared_values.note(func, (args, kwargs))
-        return self._record_function(func, args, kwargs)
+        else:
+            result = self._record_function(func, args, kwargs)
+        self.shared_state.note(func, (args, kwargs), result)
+        return result
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in LOOKS and self._follows_from_inputs(args[0]):
@@ -236,7 +237,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 result = self.known_calls.made(asked, original_call, module, *args, **kwargs)
         else:
             before = self._template_of((args, kwargs))
-            call = partial(self.shared_values.noting, original_call)
+            call = partial(self.shared_state.noting, original_call)
             probe = Probe(call=call, module=module, template=before, example=self._example)
             result = self._inner_calls.try_call(partial(original_call, module, *args, **kwargs), probe)
         if path is not None:
@@ -246,7 +247,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _ask(self, path: str | None, module: nn.Module, args: Any, kwargs: Any) -> Question | None:
         """What is known of a call of a module at ``path`` that leaves no nodes; None where it has to be made."""
         learned, whole = self._settings.learned, self._whole_path or path
-        if path is None or whole in learned.inner_results or whole in learned.probed_inside or self.shared_values.is_watching:
+        if path is None or whole in learned.inner_results or whole in learned.probed_inside or self.shared_state.is_trying:
             return None
         asked = self.known_calls.ask(module, args, kwargs)
         if asked is None or asked.answer is None or self.kept_state.permits_answer(asked.modules, asked.answer.values):
@@ -282,6 +283,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     ) -> Any:
         asked = self._ask(path, module, args, kwargs)
         if asked is not None and asked.answer is not None:
+            self.shared_state.note_begin(path, module)
             return self._record_answer(path, asked, asked.answer)
         # Containers and objects among the arguments; the module may look at a part of them, and may change them.
         objects = [value for value in (*args, *kwargs.values()) if not is_value(value)]
@@ -297,7 +299,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),
             self._own_effects(module),
-            self.shared_values.of(path, module),
+            self.shared_state.of(path, module),
             self.kept_state.of(path, module) as call,
             self.state_reads.of(path, touched),
             self._inner_calls.of(path),
@@ -359,7 +361,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
         Returns what it returns and the tensors that it leaves on itself and its submodules, by relative path and attribute.
         """
-
         packed = None if kwargs or has_hooks(module) else self._packed_sequences.result_of_layer(module, args)
         if packed is not None:
             return packed, {}
@@ -375,7 +376,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                     self._seen.update(map(id, before.tensors))
                 self._inner_calls.starts_again()
                 probe = Probe(
-                    call=partial(self.shared_values.noting, with_assigned_tensors, values, original_call),
+                    call=partial(self.shared_state.noting, with_assigned_tensors, values, original_call),
                     module=module,
                     template=before,
                     example=self._example,
@@ -473,20 +474,19 @@ class Recorder(GraphWriter, TorchFunctionMode):
     @contextmanager
     def _own_effects(self, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
-        # As long as nothing at all has changed while the model runs, it does not matter by whom it would have been; but torch's
-        # recurrent layers keep lists of their weights, which are exchanged for the run.
+        # It does not matter by whom, as long as nothing has changed; torch's recurrent layers change lists of their weights.
         watches, inside = self._settings.learned.watches_state, modules_inside(module).values()
         has_any = any(isinstance(m, nn.RNNBase) or (watches and (is_users(type(m)) or has_hooks(m))) for m in inside)
         with passing_over(self._watches if has_any else ()):
             yield
 
-    def _runs_step(self) -> bool:
-        return False
-
     @property
     def is_recording(self) -> bool:
         """Whether what runs now becomes part of the graph."""
         return not self.is_paused
+
+    def _runs_step(self) -> bool:
+        return False
 
     @contextmanager
     def _seen_tensors(self, asked: bool) -> Iterator[set[int]]:

@@ -7,7 +7,7 @@
 Such code runs while it is recorded. In a stage the module would find what was there when the region began. So a forward that
 does this stays whole, and a region ends before a call for which the step does it. What is handed over as an argument, and what
 is set before the region begins, counts as it should; tensors travel (``tracing.kept_state``). What a forward sets in other
-objects than modules is a matter of ``tracing.shared_values``.
+objects than modules is a matter of ``tracing.shared_state``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import modules_inside, tree_leaves
 from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.guards import TORCHS_OWN, GuardKey
-from lightning_fxpipe.tracing.shared_values import is_same_value, place_of, reached_from, reaches, written_place
+from lightning_fxpipe.tracing.reachable import is_same_value, place_of, reached_from, reaches, written_place
 from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.paths import Difference, Path, at_path

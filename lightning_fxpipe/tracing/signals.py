@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.user_code.frames import user_source
 
 if TYPE_CHECKING:
-    from lightning_fxpipe.user_code.paths import Difference
+    from lightning_fxpipe.tracing.exchanges import Trial
+    from lightning_fxpipe.user_code.paths import Difference, Path
 
 # Path of a module inside a whole one, which of its calls, and which of the tensors in that call's result.
 InnerPlace = tuple[str, int, int]
@@ -32,11 +34,18 @@ class HiddenTensor(RecordError):
 
 
 class MustStayWhole(BaseException):
-    """The Python of an opened module cannot be recorded; the trace starts again with the module whole."""
+    """The Python of an opened module cannot be recorded; the trace starts again with the module whole.
 
-    def __init__(self, path: str, reason: str, source: str | None) -> None:
+    Args:
+        path: Its path.
+        reason: What it does.
+        source: Where.
+        refusal: The error for a model that cannot be cut then; no other way to run the step is right either.
+    """
+
+    def __init__(self, path: str, reason: str, source: str | None, refusal: FxPipeError | None = None) -> None:
         super().__init__(path)
-        self.path, self.reason, self.source = path, reason, source
+        self.path, self.reason, self.source, self.refusal = path, reason, source, refusal
 
 
 class _Because(Exception):
@@ -65,39 +74,53 @@ class Learned:
 
     Attributes:
         kept_whole: Modules whose Python cannot be recorded, with the reason.
+        refusal: The error where the model cannot be cut for one of these.
         inner_results: What else than their results whole modules return, by path: results of modules inside them.
         probed_inside: Whole modules in which only the modules inside that look at values run on made-up data.
         watches_state: Whether it matters who sets what while the model runs.
         given: Paths of what the model has been given since.
         opened: Modules that must be open, as tensors come or go that are no arguments and no results.
-        values_changed: Numbers that are others after a run, so that it matters who has changed them.
-        calls_together: Torch calls that whole modules make where each finds what others have changed.
-        values_are_settled: Whether it is known that nobody else reads them.
+        trial: What modules may leave for each other, and are tried without (``tracing.shared_state``).
+        harmless: Places and readers of what made no difference.
+        changed: Places with something else at some moment of the last recording.
     """
 
     kept_whole: dict[str, str] = field(default_factory=dict)
+    refusal: FxPipeError | None = None
     inner_results: dict[str, tuple[InnerPlace, ...]] = field(default_factory=dict)
     probed_inside: set[str] = field(default_factory=set)
     watches_state: bool = False
     given: set[tuple[Any, ...]] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
-    values_changed: tuple[Difference, ...] = ()
-    calls_together: tuple[str, ...] | None = None
-    values_are_settled: bool = False
+    trial: Trial | None = None
+    harmless: frozenset[tuple[Path, str]] = frozenset()
+    changed: frozenset[Path] = frozenset()
 
     def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
         """The same for another recording, which has ``given`` other values, and may learn more."""
         return Learned(
             kept_whole=dict(self.kept_whole),
+            refusal=self.refusal,
             inner_results=dict(self.inner_results),
             probed_inside=set(self.probed_inside),
             watches_state=self.watches_state,
             given=given,
             opened=set(self.opened),
-            values_changed=self.values_changed,
-            calls_together=self.calls_together,
-            values_are_settled=self.values_are_settled,
+            harmless=self.harmless,
         )
+
+    def take(self, lessons: Sequence[Lesson]) -> None:
+        """Learns. A trial goes on only where nothing else is learned: other modules run in the next recording then."""
+        self.trial = None
+        for learn in lessons:
+            learn()
+        if len(lessons) > 1:
+            self.trial = None
+
+    def keep_whole(self, stop: MustStayWhole) -> None:
+        """The Python of a module is not recorded."""
+        self.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
+        self.refusal, self.trial = self.refusal or stop.refusal, None
 
     def add_inner_result(self, path: str, place: InnerPlace) -> None:
         """A tensor is used that a module inside a whole one has returned: the whole one, at ``path``, is to return it, too."""
@@ -111,17 +134,14 @@ class Learned:
         """An opened module has set something: it matters what else is set, and by whom."""
         self.watches_state = True
 
-    def watch_values(self, changed: tuple[Difference, ...]) -> None:
-        """These numbers have changed: the next recording begins with them, and shows who changes them again."""
-        self.values_changed = changed
+    def try_exchanges(self, trial: Trial) -> None:
+        """The next recording is a round of this trial."""
+        self.trial = trial
 
-    def compare_calls(self, together: tuple[str, ...]) -> None:
-        """The next recording shows whether whole modules make the same torch calls where each finds what it has left itself."""
-        self.calls_together = together
-
-    def settle_values(self) -> None:
-        """Who changes numbers keeps them to itself."""
-        self.values_changed, self.calls_together, self.values_are_settled = (), None, True
+    def settle_exchanges(self, trial: Trial) -> None:
+        """No module depends on what another one leaves for it."""
+        self.trial = None
+        self.harmless |= {(each.place, each.reader) for each in trial.exchanges}
 
 
 class RecordAgain(BaseException):
@@ -130,6 +150,23 @@ class RecordAgain(BaseException):
     def __init__(self, lessons: Sequence[Lesson]) -> None:
         super().__init__()
         self.lessons = lessons
+
+
+@contextmanager
+def lessons_first(lessons: Sequence[Lesson]) -> Iterator[None]:
+    """Where a recording has shown what it should have known, its end and its errors mean nothing: it is made again.
+
+    Raises:
+        RecordAgain: There are lessons when the block ends, or fails.
+    """
+    try:
+        yield
+    except (Exception, RecordError, MustStayWhole, FirstCallSets) as error:
+        if lessons:
+            raise RecordAgain(lessons) from error
+        raise
+    if lessons:
+        raise RecordAgain(lessons)
 
 
 class FirstCallSets(BaseException):

@@ -132,6 +132,11 @@ class StateReads:
         if self._inside is not None:
             self._made.add(tensor, self._inside.path)
 
+    def follows(self, tensor: Tensor) -> bool:
+        """True for a tensor that follows from inputs or weights."""
+        is_known = isinstance(tensor, nn.Parameter) or self._writer.has_from_code(tensor)
+        return is_known or self._maker(tensor) is not None
+
     def is_made_inside(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in a whole module, of inputs or weights."""
         return self._made.maker(tensor) is not None

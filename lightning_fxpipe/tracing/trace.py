@@ -8,8 +8,7 @@ and of the dimensions that vary which satisfy the guards met while recording; :m
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import FakeWorld, depends_on_data, has_hooks, symbolic_expression
-from lightning_fxpipe.errors import TraceError, UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import no_metrics_inside
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
@@ -37,13 +36,14 @@ from lightning_fxpipe.tracing.held_tensors import HeldTensors
 from lightning_fxpipe.tracing.number_arguments import without_numbers
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
-from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError
+from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError, lessons_first
 from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import StepRecord
 from lightning_fxpipe.tracing.structure_guards import StructureKey
 from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
+from lightning_fxpipe.user_code.paths import Path
 from lightning_fxpipe.user_code.snapshot import Snapshot, state_of_opened, user_state
 from lightning_fxpipe.user_code.step_code import attribute_uses, code_of
 
@@ -112,6 +112,16 @@ class TracedRegion:
     def output_node(self) -> fx.Node:
         """The node with the list of the tensors in the result."""
         return self.graph.output_node()
+
+    @property
+    def refusal(self) -> FxPipeError | None:
+        """The error where the graph cannot be cut, if no other way to run the step is right."""
+        return self.recording.learned.refusal
+
+    @property
+    def changed_places(self) -> frozenset[Path]:
+        """Places in user state that code has changed while it was recorded."""
+        return self.recording.learned.changed
 
     def with_tensors_of_today(self) -> TracedRegion:
         """The region with the buffers that its module has now, which has been moved or split since."""
@@ -295,8 +305,8 @@ def _trace_region(
         def keep_whole(stop: MustStayWhole) -> None:
             first_calls.take_back()
             if stop.path in ("", call.opened_path) or stop.path in learned.kept_whole:
-                raise _untraceable(root, call, stop.reason, stop.source) from stop
-            learned.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
+                raise (stop.refusal or _untraceable(root, call, stop.reason, stop.source)) from stop
+            learned.keep_whole(stop)
 
         while True:
             earlier, first = first, None  # it is of no use where more is learned now
@@ -307,8 +317,7 @@ def _trace_region(
                 if not first_calls.give(sets.values):
                     keep_whole(sets.otherwise)
             except RecordAgain as knowing_more:
-                for learn in knowing_more.lessons:
-                    learn()
+                learned.take(knowing_more.lessons)
             except MustStayWhole as stop:
                 keep_whole(stop)
             except RecordError as error:
@@ -352,7 +361,7 @@ def _record(
 
         def settle() -> None:
             """Decides about what the recorded code has set."""
-            if recorder.shared_values.is_watching:  # it began with other values
+            if recorder.shared_state.is_trying:  # modules found something else
                 return
             with recorder.pause():
                 recorder.note_changes(call.opened_path or "", own.changed_names(recorder.sides_below(call.opened_path or "")))
@@ -360,30 +369,31 @@ def _record(
                     changed, sides = recorder.changed_by_opened, recorder.sides
                     settle_changes(changed, everything, sides, learned.given, recorder.constant, partial(_line_of, root))
 
-        def check_shared_values(result: Any = None) -> None:
+        def check_shared_state(result: Any = None) -> None:
             with recorder.pause():
-                recorder.shared_values.note_given(result)
-                is_forward, read = call.opened_path is not None, recorder.attributes_read
-                recorder.shared_values.check(read, actually_opened, call.code(root), call.label, is_forward=is_forward)
+                recorder.shared_state.note_given(result)
+                recorder.shared_state.check(recorder.attributes_read, actually_opened, call.code(root), call.label)
 
-        with _lessons_first(recorder):
+        with lessons_first(recorder.lessons):
             try:
                 with recorder.watching(*watches):
                     result = call.run(root, recorder, run.example)
                 drew = python_rng() != recorder.generators_before
-            except Exception as error:
+            except (Exception, RecordError, MustStayWhole) as error:
+                if recorder.shared_state.is_trying:  # it may be for want of what others leave
+                    check_shared_state()
+                if not isinstance(error, Exception):
+                    raise
                 settle()
-                if recorder.shared_values.is_watching:  # it may be for want of what others leave
-                    check_shared_values()
                 if is_own_fault(error):
                     what = f"Internal error of lightning_fxpipe while tracing {_name(root, call)}."
                     raise TraceError(what, **own_fault_words(error)) from error
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
+            check_shared_state(result)
             settle()
             if opened is not None:
                 _open_branching(recorder, learned)
-            check_shared_values(result)
             if recorder.state_reads.refusal is not None:
                 raise recorder.state_reads.refusal
             check_values_read(root, recorder.attributes_read, recorder.left_values, call.label)
@@ -430,19 +440,6 @@ def _open_branching(recorder: Recorder, learned: Learned) -> None:
     called = (str(node.target) for node in recorder.graph.nodes if node.meta.get("reads_batch") is Tensor.__bool__)
     if paths := set(called) - learned.opened - learned.kept_whole.keys():
         recorder.lessons.append(partial(learned.open, paths))
-
-
-@contextmanager
-def _lessons_first(recorder: Recorder) -> Iterator[None]:
-    """Where a recording has shown what it should have known, its end and its errors mean nothing: it is made again."""
-    try:
-        yield
-    except (Exception, RecordError, MustStayWhole) as error:
-        if recorder.lessons:
-            raise RecordAgain(recorder.lessons) from error
-        raise
-    if recorder.lessons:
-        raise RecordAgain(recorder.lessons)
 
 
 def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:

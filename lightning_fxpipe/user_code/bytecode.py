@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
+_SETTERS = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", "__dict__", "vars"})
+_CHANGING_METHODS = frozenset(
+    {
+        *("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add", "discard", "update", "setdefault"),
+        *("popitem", "appendleft", "extendleft", "popleft", "rotate", "subtract", "fill", "put", "copyto", "__setitem__"),
+    }
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
@@ -53,11 +62,50 @@ def loaded_variables(code: CodeType) -> frozenset[str]:
     return frozenset(operation.argument for operation in operations(code) if operation.name == "LOAD_FAST")
 
 
+def assigned_names(code: CodeType) -> frozenset[str]:
+    """Returns names of attributes and variables that are not local, which code and functions defined in it may assign."""
+    names = set[str]()
+    for inner in codes_in(code):
+        stores = (each for each in operations(inner) if each.name in _STORES)
+        names |= {str(each.argument) for each in stores}
+        if _SETTERS & {*inner.co_names}:
+            names |= {constant for constant in inner.co_consts if isinstance(constant, str) and constant.isidentifier()}
+    return frozenset(names)
+
+
+def names_used(code: CodeType) -> frozenset[str]:
+    """Returns names of attributes and variables, and texts, in code and functions defined in it."""
+    texts = (constant for inner in codes_in(code) for constant in inner.co_consts if isinstance(constant, str))
+    return frozenset(name for inner in codes_in(code) for name in (*inner.co_names, *inner.co_freevars)).union(texts)
+
+
+def changes_containers(code: CodeType) -> bool:
+    """True if code, or a function defined in it, may change what is in a list, a dict or the like."""
+    for inner in codes_in(code):
+        if _CHANGING_METHODS & {*inner.co_names}:
+            return True
+        instructions = [*dis.get_instructions(inner)]
+        if any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for each in instructions):
+            return True
+        if any(each.opname == "BINARY_OP" and each.argrepr.endswith("=") for each in instructions):  # `x |= {1}`
+            return True
+    return False
+
+
 def attribute_line(code: CodeType, name: str, operation: str) -> int | None:
     """Returns the first line in which code sets (``STORE_ATTR``) or reads (``LOAD_ATTR``) an attribute of such a name."""
     for inner in codes_in(code):
         for instruction in dis.get_instructions(inner):
             if _plain(instruction.opname) == operation and instruction.argval == name and instruction.positions is not None:
+                return instruction.positions.lineno
+    return None
+
+
+def first_line_with(code: CodeType, argument: str) -> int | None:
+    """Returns the first line whose instructions are about a variable, an attribute or a text."""
+    for inner in codes_in(code):
+        for instruction in dis.get_instructions(inner):
+            if instruction.argval == argument and instruction.positions is not None:
                 return instruction.positions.lineno
     return None
 

@@ -51,13 +51,14 @@ def _set_class_attribute(cls: type, name: str, value: Any) -> None:
         type.__setattr__(cls, name, value)
 
 
-def _take_function(function: FunctionType) -> dict[str, Any]:
-    """What its closure holds, and its default values, which may be containers; nothing of our own watches over user code."""
-    if function.__closure__ is None and function.__defaults__ is None and function.__kwdefaults__ is None:
+def contents_of_function(function: FunctionType) -> dict[str, Any]:
+    """Its attributes, what its closure holds, and its default values, which may be containers; nothing that is our own."""
+    has_none = function.__closure__ is None and function.__defaults__ is None and function.__kwdefaults__ is None
+    if has_none and not function.__dict__:
         return {}  # as most have nothing
     if str(function.__globals__.get("__name__")).startswith("lightning_fxpipe."):
         return {}
-    found = closure_of(function)
+    found = {name: value for name, value in function.__dict__.items() if not name.startswith("__")} | closure_of(function)
     if function.__defaults__ is not None or function.__kwdefaults__ is not None:
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         found |= {f" default {index}": value for index, value in enumerate(defaults)}
@@ -69,6 +70,8 @@ def _set_cell(function: FunctionType, name: str, value: Any) -> None:
         cell = function.__closure__[function.__code__.co_freevars.index(name)]
         if value is not ABSENT:
             cell.cell_contents = value
+    elif not name.startswith(" "):
+        set_key(function.__dict__, name, value)
 
 
 CLASS = kind_by_name("class", _take_class, _set_class_attribute)
@@ -78,7 +81,7 @@ _GLOBALS = kind_by_name(
     lambda owner, name, value: set_key(owner.values, name, value),
     lambda owner, name: owner.values[name],
 )
-_FUNCTION = kind_by_name("function", _take_function, _set_cell)
+_FUNCTION = kind_by_name("function", contents_of_function, _set_cell)
 _PARTIAL = fixed_kind("partial", lambda value: {"func": value.func, "args": value.args, "keywords": value.keywords})
 _METHOD = fixed_kind("method", lambda value: {"self": value.__self__, "func": value.__func__})
 

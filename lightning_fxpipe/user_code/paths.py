@@ -56,8 +56,12 @@ def kind_of_step(owner: Any, name: str) -> Kind:
     Raises:
         KeyError: It has no such contents: another object is there now.
     """
-    kinds = (CLASS,) if isinstance(owner, type) else kinds_of(owner) or (ATTRIBUTES,)
-    return {kind.name: kind for kind in kinds}[name]
+    return {kind.name: kind for kind in kinds_at(owner) or (ATTRIBUTES,)}[name]
+
+
+def kinds_at(owner: Any) -> tuple[Kind, ...]:
+    """Returns how an object on a path is handled; nothing for what cannot change or is left alone."""
+    return (CLASS,) if isinstance(owner, type) else kinds_of(owner)
 
 
 def at_path(roots: Mapping[str, Any], path: Path) -> Any:

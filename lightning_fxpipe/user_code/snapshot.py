@@ -30,6 +30,7 @@ from lightning_fxpipe.user_code.code_names import names_of
 from lightning_fxpipe.user_code.contents import (
     ABSENT,
     ATTRIBUTES,
+    GENERATOR,
     LIST,
     MODULE,
     Kind,
@@ -66,6 +67,12 @@ class _Record:
     contents: Any
     parent: int  # index of the record in whose contents it was found first; -1 for a root
     key: Any  # there; the name of a root
+
+    @property
+    def is_large(self) -> bool:
+        """True for contents that are not compared around each call of a module."""
+        size = getattr(self.contents, "nbytes", None)  # of an array
+        return (len(self.contents) if size is None and hasattr(self.contents, "__len__") else size or 0) > MAX_WALKED
 
     def has_changed(self) -> bool:
         """True if something else is in the object now."""
@@ -202,9 +209,24 @@ class Snapshot:
         """The contents remembered, one for each object."""
         return self._records
 
-    def differences(self) -> Iterator[Difference]:
-        """Differences from now, where it can still be reached as before."""
+    def records_with_paths(self) -> Iterator[tuple[_Record, Path]]:
+        """Yields the contents remembered, and where each was reached first."""
+        return ((record, self._path(index)) for index, record in enumerate(self._records))
+
+    def reached_from(self, root: str) -> Iterator[tuple[int, _Record]]:
+        """Yields the contents of objects reached from a root, by its name, with their numbers for :meth:`differences`."""
+        from_root: list[bool] = []
         for index, record in enumerate(self._records):
+            from_root.append(record.key == root if record.parent < 0 else from_root[record.parent])
+            if from_root[index]:
+                yield index, record
+
+    def differences(self, indices: Iterable[int] | None = None) -> Iterator[Difference]:
+        """Differences from now, where it can still be reached as before; of all records, or those with some numbers."""
+        for index in range(len(self._records)) if indices is None else indices:
+            record = self._records[index]
+            if not record.has_changed():
+                continue
             now = record.kind.take(record.owner)
             if now is not ABSENT and record.kind.is_same(now, record.contents):
                 continue
@@ -455,7 +477,7 @@ def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
                 yield Difference((*path, (kind.name, index)), None, now[index])
         if len(now) != len(before):
             yield Difference(path, common, now[common:])
-    elif isinstance(before, dict):
+    elif isinstance(before, dict) and kind is not GENERATOR:
         keys = changed_keys(before, now)
         for key in keys:
             yield Difference((*path, (kind.name, key)), None, now.get(key, ABSENT))

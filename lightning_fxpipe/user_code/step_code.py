@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, operations
+from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, first_line_with, operations
 from lightning_fxpipe.user_code.code_contents import functions_of
 from lightning_fxpipe.user_code.code_names import is_followed
 from lightning_fxpipe.user_code.frames import is_framework, is_machinery
@@ -67,6 +67,16 @@ def attribute_uses(cls: type, name: str) -> str | None:
             if code is not None and line is not None:
                 found.setdefault(verb, f"{verb} at {code.co_filename}:{line}")
     return ", ".join(found.values()) or None
+
+
+def line_of_use(cls: type, name: str) -> str | None:
+    """Returns ``file:line`` where the methods of a class of user code first use an attribute, a key or a variable of a name."""
+    for function in (f for base in cls.__mro__ if is_followed(base.__module__) for f in functions_of(base)):
+        code = code_of(function)
+        line = None if code is None or code.co_name == "__init__" else first_line_with(code, name)
+        if code is not None and line is not None:
+            return f"{code.co_filename}:{line}"
+    return None
 
 
 def assigned_anywhere(cls: type) -> frozenset[str]:

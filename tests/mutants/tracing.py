@@ -128,13 +128,6 @@ MUTANTS = [
         "a stage has what was there before a forward has set it",
     ),
     Mutant(
-        "tracing/shared_values.py",
-        "                if at_path(roots, place) is not given:\n",
-        "                if False:\n",
-        ("strategy/test_set_before_call.py::test_a_forward_that_sets_an_object_of_several_modules_is_refused",),
-        "a number that a forward sets to the same in every call is taken for one that is set once",
-    ),
-    Mutant(
         _GUARDS,
         'return value if value == value else "nan"',
         "return value",
@@ -430,49 +423,87 @@ MUTANTS = [
         )
     ),
     *(
-        Mutant("tracing/shared_values.py", before, after, (f"tracing/test_shared_values.py::{test}",), harm)
-        for before, after, test, harm in (
+        Mutant(f"tracing/{file}.py", before, after, (f"tracing/test_shared_state.py::{test}",), harm)
+        for file, before, after, test, harm in (
             (
-                "known.is_attribute(place) or together not in (None, calls)",
-                "known.is_attribute(place)",
+                "shared_state",
+                "if calls.get(path) != trial.together.get(path)",
+                "if False",
                 "test_a_number_that_a_module_leaves_for_another_is_refused",
                 "layers in different stages count for themselves",
             ),
             (
-                "known.is_attribute(place) or together not in (None, calls)",
-                "together not in (None, calls)",
+                "shared_state",
+                "            for found in self._set_on_root():\n",
+                "            for found in ():\n",
                 "test_a_module_that_counts_on_one_that_it_is_no_part_of_is_refused",
                 "the step uses what the last stage's layers have left on the model",
             ),
             (
-                "            self._put(around)\n",
-                "            pass\n",
-                "test_a_number_that_modules_leave_for_the_code_around_them_is_refused",
-                "the step uses what the last stage's layers have left",
-            ),
-            (
-                '            self._calls.append(f"gives {_plain(value)}")\n',
-                "            pass\n",
+                "shared_state",
+                '        self._by_path.setdefault(AROUND, []).append(f"gives {_plain_leaves(value)}")\n',
+                "        pass\n",
                 "test_a_number_that_modules_leave_for_the_code_around_them_is_refused",
                 "the step logs what the last stage's layers have left",
             ),
             (
+                "shared_state",
+                "        with self._calls.on_made_up_data():\n",
+                "        if True:\n",
+                "test_a_number_that_changes_the_result_of_a_module_on_made_up_data_is_refused",
+                "layers that look at values count for themselves",
+            ),
+            (
+                "shared_state",
+                "        if not inside:\n",
+                "        if True:\n",
+                "test_modules_that_exchange_a_value_share_a_stage_with_the_module_around_them",
+                "an encoder whose layers set a flag for each other is refused",
+            ),
+            (
+                "shared_state",
+                "        if trial.round is Round.ALONE and dependent and self._views is not None:\n",
+                "        if False:\n",
+                "test_numbers_that_no_other_module_uses_are_left_alone",
+                "a cache that each stage would fill by itself is refused",
+            ),
+            (
+                "views",
                 "        self._put(self._left.get(path, self._start))\n",
                 "",
                 "test_code_that_tells_its_modules_where_they_are_is_refused",
                 "a layer is never tried without what others leave for it",
             ),
             (
-                "place_value(roots, replace(",
-                "str(replace(",
-                "test_numbers_that_no_other_module_uses_are_left_alone",
-                "a flag that is set once is taken to be set in each run",
+                "views",
+                "            self._left[path] = [slot.with_other_values(contents, values) for slot, contents in before]\n",
+                "            pass\n",
+                "test_a_number_that_a_module_leaves_for_another_is_refused",
+                "a layer that warms up after some steps does so in one stage only",
             ),
             (
+                "reachable",
                 "return Snapshot({**inside, **others}, enters_modules=False) if others else found",
                 "return found",
                 "test_a_hook_knows_what_its_module_does_not",
                 "hooks of a layer change what the model reads",
+            ),
+        )
+    ),
+    *(
+        Mutant("runtime/late_exchanges.py", before, after, (f"runtime/test_late_exchanges.py::{test}",), harm)
+        for before, after, test, harm in (
+            (
+                "            if (place := each.changed(contents)) is not None:\n",
+                "            if False:\n",
+                "test_what_a_stage_begins_to_leave_for_another_rank_is_refused",
+                "a flag that a layer sets after some steps is set in one stage only",
+            ),
+            (
+                "                names -= {str(place[-1][1]) for place in changed if place[:-1] == path}\n",
+                "                pass\n",
+                "test_what_has_changed_while_it_was_recorded_is_known",
+                "a model that counts its calls ends in an error",
             ),
         )
     ),

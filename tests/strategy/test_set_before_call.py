@@ -397,5 +397,5 @@ def test_what_a_forward_sets_for_its_submodules_counts(holder: str, moment: str)
 def test_a_forward_that_sets_an_object_of_several_modules_is_refused(holder: str, moment: str) -> None:
     """It set the same in the recording that had it already, and was taken for what is set once and for all."""
     strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="gpipe")
-    with pytest.raises(FxPipeError, match=r"Modules exchange a number through a shared object.*scale"):
+    with pytest.raises(FxPipeError, match=r"Modules exchange a value through a shared object.*scale"):
         fit(ModelSets(holder, moment, "model"), strategy=strategy)

@@ -125,6 +125,29 @@ def test_a_snapshot_compares_contents_and_not_objects() -> None:
     assert snapshot(float("nan")) == snapshot(float("nan"))
 
 
+def test_what_a_function_holds_is_compared() -> None:
+    """A forward may read a number through a function that has it in its closure, or among its attributes."""
+
+    def holding(value: float) -> Any:
+        def get() -> float:
+            return value
+
+        return get
+
+    assert snapshot((holding(1.0),)) == snapshot((holding(1.0),)) != snapshot((holding(2.0),))
+    get = holding(1.0)
+    before = snapshot(get)
+    get.scale = 2.0  # type: ignore[attr-defined]
+    assert snapshot(get) != before
+
+
+def test_another_function_is_another_value() -> None:
+    """A hook may choose what a forward calls."""
+    assert snapshot(SimpleNamespace(act=torch.tanh)) == snapshot(SimpleNamespace(act=torch.tanh))
+    assert snapshot(SimpleNamespace(act=torch.tanh)) != snapshot(SimpleNamespace(act=torch.relu))
+    assert snapshot([lambda x: x + 1]) != snapshot([lambda x: x + 2])
+
+
 def test_what_is_compared_is_the_value_that_was_read_first() -> None:
     model = Annealed()
     with noted_guards(model, lambda: True) as guards:

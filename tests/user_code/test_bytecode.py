@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_fxpipe.user_code.bytecode import loaded_variables, operations
+from lightning_fxpipe.user_code.bytecode import assigned_names, changes_containers, loaded_variables, names_used, operations
 from lightning_fxpipe.user_code.step_code import may_differ_between_batches, uses_arguments_after_batch
 
 
@@ -58,6 +58,47 @@ def test_every_read_of_a_local_variable_is_seen(function: Callable[..., Any], ex
 
 def test_a_variable_of_a_comprehension_hides_one_of_the_function_without_reading_it() -> None:
     assert "outputs" not in loaded_variables(shadows.__code__)
+
+
+ACTIVE = False
+
+
+def sets_by_name(holder: Any) -> None:
+    global ACTIVE
+    ACTIVE = True
+    holder.mode = 1
+    setattr(holder, "scale", 2)  # noqa: B010
+
+
+def test_what_code_may_assign_is_seen() -> None:
+    assert {"ACTIVE", "mode", "scale"} <= assigned_names(sets_by_name.__code__)
+    assert "holder" not in assigned_names(sets_by_name.__code__)
+    assert not assigned_names((lambda holder: holder.mode).__code__)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda holder: holder.append(1), True),
+        (lambda holder: holder.__setitem__("a", 1), True),
+        (lambda holder: [entry.update(a=1) for entry in holder], True),
+        (lambda holder: holder["a"] + len(holder), False),
+    ],
+)
+def test_code_that_may_change_a_container_is_seen(function: Callable[..., Any], expected: bool) -> None:
+    def sets(holder: Any) -> None:
+        holder["a"] = 1
+
+    def extends(holder: Any) -> None:
+        holder += [1]
+
+    assert changes_containers(sets.__code__)
+    assert changes_containers(extends.__code__)
+    assert changes_containers(function.__code__) == expected
+
+
+def test_names_are_those_of_attributes_variables_and_texts() -> None:
+    assert {"mode", "key", "ACTIVE"} <= names_used((lambda holder: holder.mode + holder["key"] + ACTIVE).__code__)
 
 
 def test_operations_come_in_order_with_one_argument_each() -> None:

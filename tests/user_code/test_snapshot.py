@@ -173,6 +173,7 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
     "object of two modules": lambda m: m.layer.shared.update(2.0),  # type: ignore[operator, union-attr]
     "attribute of a submodule": lambda m: setattr(m.layer, "calls", 1),
     "closure": lambda m: m.call(),
+    "attribute of a function": lambda m: setattr(m.call, "scale", 2.0),
     "list in a partial": lambda m: m.partial(2),
     "class attribute": lambda m: setattr(type(m), "total", type(m).total + 1),
     "new class attribute": lambda m: setattr(type(m), "late", [1]),
@@ -220,7 +221,7 @@ def state(module: Holder) -> Any:
     seen: dict[int, int] = {}
     closure = [described(cell.cell_contents, seen) for cell in module.call.__closure__ or ()]  # type: ignore[attr-defined]
     outside = GLOBAL_COUNTS, GLOBAL_NUMBER, globals().get("MADE_LATER"), Holder.total, vars(Holder).get("late"), module.losses
-    more = described(module.call.__defaults__, seen), described(module.partial.args, seen)  # type: ignore[attr-defined]
+    more = described(vars(module.call), seen), described(module.call.__defaults__, seen), described(module.partial.args, seen)  # type: ignore[attr-defined]
     return described(module, seen), closure, [described(value, seen) for value in (*outside, module.inherited)], more
 
 

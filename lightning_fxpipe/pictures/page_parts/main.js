@@ -52,7 +52,7 @@ function showSummary() {
     facts.push(counted(timeline.ranks.length, "rank"), counted(timeline.numMicrobatches, "microbatch").replace(/hs$/, "hes"));
   }
   if (data.replicas) facts.push(counted(data.replicas.ranks.length, "replica"));
-  if (data.memoryLimitBytes !== null) facts.push(`${humanBytes(data.memoryLimitBytes)} of memory on each`);
+  if (data.memoryLimitBytes !== null) facts.push(`${humanBytes(data.memoryLimitBytes)} of memory on each rank`);
   byId("summary").textContent = facts.join(" \u00b7 ");
   byId("notes").replaceChildren(...data.notes.map((note) => element("p", {}, note)));
 }

@@ -1,4 +1,4 @@
-"""Numbers that modules leave for each other in an object that both know."""
+"""Plain values that modules leave for each other in an object that both can reach."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.tracing.shared_values import SharedValues
+from lightning_fxpipe.tracing.shared_state import SharedState
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import WIDTH, batch, call_of
 
-LEFT = "Modules exchange a number through a shared object"
+LEFT = "Modules exchange a value through a shared object"
 NUMBERS: list[float] = []
 total = 0.0
 
@@ -27,6 +28,7 @@ class Shared:
         self.by_name: dict[str, Any] = {"n": 0}
         self.listed: list[float] = []
         self.seen: set[int] = set()
+        self.mode, self.mask = "tanh", 1
 
 
 class Block(nn.Module):
@@ -181,6 +183,67 @@ def only_computes(block: Block, x: Tensor) -> Tensor:
     return x
 
 
+def sets_a_flag(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name["is on"] = True
+    return x
+
+
+def uses_the_flag(block: Block, x: Tensor) -> Tensor:
+    return torch.sin(x) if block.shared.by_name.get("is on") else x
+
+
+def sets_a_text(block: Block, x: Tensor) -> Tensor:
+    block.shared.mode = "sin"
+    return x
+
+
+def uses_the_text(block: Block, x: Tensor) -> Tensor:
+    return getattr(torch, block.shared.mode)(x)
+
+
+def sets_none(block: Block, x: Tensor) -> Tensor:
+    block.shared.mask = None
+    return x
+
+
+def uses_none(block: Block, x: Tensor) -> Tensor:
+    return x if block.shared.mask is None else torch.sin(x)
+
+
+def sets_once(block: Block, x: Tensor) -> Tensor:
+    if not block.own:
+        block.own["is called"] = 1
+        block.shared.number = 3
+    return x
+
+
+def uses_the_threshold(block: Block, x: Tensor) -> Tensor:
+    return torch.sin(x) if block.shared.by_name["n"] > 100 else x
+
+
+def looks_and_counts(block: Block, x: Tensor) -> Tensor:
+    block.own["size"] = len(x.detach().numpy())
+    return counts(block, x)
+
+
+def looks_and_divides(block: Block, x: Tensor) -> Tensor:
+    block.own["size"] = len(x.detach().numpy())
+    return divides(block, x)
+
+
+def looks_once(block: Block, x: Tensor) -> Tensor:
+    if "has looked" not in block.shared.by_name:
+        block.shared.by_name["has looked"] = True
+        x.detach().norm()
+    return x
+
+
+def fills_a_cache(block: Block, x: Tensor) -> Tensor:
+    if "table" not in block.shared.by_name:
+        block.shared.by_name["table"] = torch.arange(WIDTH) / WIDTH
+    return x + block.shared.by_name["table"]
+
+
 def counts_on_another(block: Block, x: Tensor) -> Tensor:
     for known in block.known:
         known.count += 1
@@ -195,6 +258,13 @@ REFUSED: dict[str, tuple[tuple[Callable[[Block, Tensor], Tensor], ...], str]] = 
     "a counter": ((counts_and_divides, counts_and_divides), "self.shared.by_name['n']"),
     "a counter that another reads": ((counts, only_computes, divides), "self.shared.by_name['n']"),
     "a counter that a module sets back": ((begins_again, counts_and_divides, counts_and_divides), "self.shared.by_name['n']"),
+    "a setting that is the same in each step": ((begins_again, divides), "self.shared.by_name['n']"),
+    "a threshold that is not reached yet": ((counts, uses_the_threshold), "self.shared.by_name['n']"),
+    "a flag": ((sets_a_flag, uses_the_flag), "self.shared.by_name['is on']"),
+    "a text": ((sets_a_text, uses_the_text), "self.shared.mode"),
+    "nothing": ((sets_none, uses_none), "self.shared.mask"),
+    "a setting made in the first call": ((sets_once, uses_the_norm), "self.shared.number"),
+    "a number of modules that run on made-up data": ((looks_and_counts, looks_and_divides), "self.shared.by_name['n']"),
     "an attribute": ((leaves_a_norm, uses_the_norm), "self.shared.number"),
     "a size": ((leaves_a_size, uses_the_size), "self.shared.by_name['sizes']"),
     "a shape": ((leaves_a_shape, uses_the_size), "self.shared.by_name['sizes']"),
@@ -212,8 +282,8 @@ def test_a_number_that_a_module_leaves_for_another_is_refused(does: Any, name: s
     model = Blocks(*does)
     with pytest.raises(FxPipeError, match=f"{LEFT}: {name}".replace("[", r"\[")) as raised:
         recorded(model)
-    assert "changed by blocks.0" in str(raised.value)
-    assert "accessible to " in str(raised.value)
+    assert "changed by " in str(raised.value)
+    assert "used by blocks." in str(raised.value)
     assert not total
     assert not Block.calls
     assert vars(model.shared) == vars(Shared())
@@ -224,12 +294,12 @@ def test_a_number_that_modules_leave_for_the_code_around_them_is_refused() -> No
     for kind in (ReadsTheDict, GivesTheNumber):
         with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
             recorded(kind(counts, only_computes))
-        assert "changed by blocks.0; accessible to blocks.1, shared" in str(raised.value)
+        assert "changed by blocks.0; used by the code around them" in str(raised.value)
         with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name"):
             recorded(kind(only_computes, counts))
     with pytest.raises(FxPipeError, match=f"{LEFT}: {__name__}.NUMBERS") as raised:
         recorded(NamesAGlobal(adds_to_a_global_list, only_computes))
-    assert "accessible to the code around them" in str(raised.value)
+    assert "used by the code around them" in str(raised.value)
     assert NUMBERS == []
 
 
@@ -246,6 +316,51 @@ def test_code_that_tells_its_modules_where_they_are_is_refused() -> None:
     with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
         recorded(Tells(divides, divides))
     assert "changed by the code around them" in str(raised.value)
+
+
+def test_a_number_that_changes_the_result_of_a_module_on_made_up_data_is_refused() -> None:
+    """There is no parameter that the result follows from."""
+
+    class Last(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.does(self, x)
+
+    model = Blocks(looks_and_counts, only_computes)
+    model.blocks[1] = Last(looks_and_divides, model.shared)
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name"):
+        recorded(model)
+
+
+def test_code_that_sets_a_flag_around_a_module_and_takes_it_back_is_refused() -> None:
+    """After the recording it looked as if nothing had happened."""
+
+    class Scopes(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                self.shared.by_name["is on"] = block is self.blocks[1]
+                x = block(x)
+                del self.shared.by_name["is on"]
+            return x
+
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
+        recorded(Scopes(uses_the_flag, uses_the_flag))
+    assert "used by blocks.1" in str(raised.value)
+    assert recorded(Scopes(only_computes, only_computes))
+
+
+def test_modules_that_exchange_a_value_share_a_stage_with_the_module_around_them() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = Blocks(sets_a_flag, uses_the_flag), Blocks(only_computes, only_computes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(self.encoder(x))
+
+    traced = trace_region(Model(), call_of(batch()), opened=("encoder", "decoder"))
+    called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
+    assert called == {"encoder", "decoder.blocks.0", "decoder.blocks.1"}
+    assert "self.encoder.shared.by_name['is on']" in traced.kept_whole["encoder"]
 
 
 def test_code_that_reads_what_modules_write_and_computes_the_same_is_left_alone() -> None:
@@ -289,6 +404,16 @@ def test_a_hook_knows_what_its_module_does_not() -> None:
         recorded(model)
     assert model.norms == [1.0]
 
+    class Plain(Scaled):
+        forward = Blocks.forward
+
+    model = Plain(only_computes, only_computes)
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: model.norms.append(2.0))
+    model.blocks[1].register_forward_hook(lambda module, inputs, output: output / model.norms[-1])
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.norms") as raised:
+        recorded(model)
+    assert "used by blocks.1" in str(raised.value)
+
 
 @pytest.mark.parametrize(
     "does",
@@ -298,11 +423,12 @@ def test_a_hook_knows_what_its_module_does_not() -> None:
         (adds_to_a_class, adds_to_a_class),
         (adds_to_a_global_list, adds_to_a_global_list),
         (warns_once, warns_once, divides),
+        (fills_a_cache, fills_a_cache),
+        (looks_once, looks_once),
         (counts_for_itself, counts_for_itself),
         (counts_and_divides, only_computes),
-        (begins_again, divides),
     ],
-    ids=["counter", "list", "class", "global list", "a flag set once", "its own", "one alone", "a setting made once"],
+    ids=["counter", "list", "class", "global list", "a flag set once", "a cache", "a first call", "its own", "one alone"],
 )
 def test_numbers_that_no_other_module_uses_are_left_alone(does: Any) -> None:
     """They are counts and notes, or the same in every run."""
@@ -312,18 +438,18 @@ def test_numbers_that_no_other_module_uses_are_left_alone(does: Any) -> None:
     assert vars(model.shared) == vars(Shared())
 
 
-@pytest.mark.parametrize(("does", "num_recordings"), [(counts_for_itself, 2), (warns_once, 5), (counts, 5)])
+@pytest.mark.parametrize(("does", "num_recordings"), [(counts_for_itself, 2), (warns_once, 6), (counts, 7)])
 def test_only_what_may_be_known_to_others_is_looked_at_again(
     does: Any, num_recordings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph is recorded twice in any case."""
     runs = []
-    plain = SharedValues.of
+    plain = SharedState.of
 
-    def noted(self: SharedValues, path: str, module: nn.Module) -> Any:
+    def noted(self: SharedState, path: str, module: nn.Module) -> Any:
         runs.append(path)
         return plain(self, path, module)
 
-    monkeypatch.setattr(SharedValues, "of", noted)
+    monkeypatch.setattr(SharedState, "of", noted)
     recorded(Blocks(does, does))
     assert runs.count("blocks.0") == num_recordings

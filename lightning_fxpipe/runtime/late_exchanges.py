@@ -1,0 +1,162 @@
+"""Notices values that a module leaves for those of other ranks only after the region was recorded.
+
+    if self.num_calls > 1000:
+        self.config.is_warm = True      # which a module of another stage reads
+
+What modules exchange while they are recorded is found there (``tracing.shared_state``). What they may begin to exchange later
+is looked for in their code: attributes and variables that it assigns and code of other ranks reads, in objects that both reach;
+and shared containers, if it changes any. These few places, most often none, are compared around each run of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import has_hooks, modules_inside, tree_leaves
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.tracing.reachable import reaches, written_place
+from lightning_fxpipe.user_code.bytecode import assigned_names, changes_containers, names_used
+from lightning_fxpipe.user_code.code_contents import Globals, functions_of
+from lightning_fxpipe.user_code.code_names import is_own_code
+from lightning_fxpipe.user_code.contents import ABSENT, ATTRIBUTES, Kind, changed_keys
+from lightning_fxpipe.user_code.kinds import is_users
+from lightning_fxpipe.user_code.paths import Path
+from lightning_fxpipe.user_code.snapshot import Snapshot
+from lightning_fxpipe.user_code.step import StepKind
+from lightning_fxpipe.user_code.step_code import code_of, codes_called
+
+_T = TypeVar("_T")
+_BY_NAME = ("attribute", "slot", "class", "global", "function")  # kinds of contents whose keys are names in code
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """An object that modules of this rank may change and others read.
+
+    Attributes:
+        owner, kind: The object, and how its contents are taken.
+        path: Where it is.
+        names: Those of its entries that others read; None for all.
+    """
+
+    owner: Any
+    kind: Kind
+    path: Path
+    names: frozenset[str] | None
+
+    def take(self) -> Any:
+        """Returns its contents."""
+        return self.kind.take(self.owner)
+
+    def changed(self, before: Any) -> Path | None:
+        """Returns the place of a plain value that was another one before."""
+        now = self.take()
+        if before is ABSENT or now is ABSENT or self.kind.is_same(now, before):
+            return None
+        if not isinstance(now, dict):
+            return None if _has_tensors(now) else self.path
+        for key in changed_keys(before, now):
+            if (self.names is None or key in self.names) and not _has_tensors(now.get(key)):
+                return (*self.path, (self.kind.name, key))
+        return None
+
+
+class LateExchanges:
+    """What the stages of this rank may leave for those of others.
+
+    Args:
+        root: The LightningModule.
+        own: Paths of the modules that this rank's stages call as a whole.
+        changed: Places that have changed in the recording, which is no late change.
+    """
+
+    def __init__(self, root: nn.Module, own: Collection[str], changed: Collection[Path]) -> None:
+        self._watched: list[_Watched] = []
+        called = {path: root.get_submodule(path) for path in own}
+        called = {path: module for path, module in called.items() if _has_own_code(module)}
+        if not called:
+            return
+        here = {f"{path}.{inside}": each for path, module in called.items() for inside, each in modules_inside(module).items()}
+        ids = set(map(id, here.values()))
+        there = {path: module for path, module in root.named_modules() if path and id(module) not in ids}
+        writers, readers = Snapshot(here, enters_modules=False), Snapshot(there, enters_modules=False)
+        step, everything = Snapshot({"self": root}, enters_modules=False), Snapshot({"self": root})
+        writing, reading = _codes(here.values(), writers), [*_codes(there.values(), readers), *_step_codes(root)]
+        assigned, changes, read = (
+            _names(writing, assigned_names),
+            any(map(changes_containers, writing)),
+            _names(reading, names_used),
+        )
+        known = {place[:-1] for place in changed}
+        for record, path in everything.records_with_paths():
+            if id(record.owner) in ids or record.is_large:
+                continue
+            kind = ATTRIBUTES if isinstance(record.owner, nn.Module) else record.kind
+            names = assigned & read if kind.name in _BY_NAME else None
+            if names is not None:
+                names -= {str(place[-1][1]) for place in changed if place[:-1] == path}
+            is_candidate = changes and path not in known if names is None else bool(names)
+            if is_candidate and _reaches((writers,), record.owner, names) and _reaches((readers, step), record.owner, names):
+                self._watched.append(_Watched(record.owner, kind, path, names))
+
+    def watching(self, stage: int, run: Callable[[], _T]) -> _T:
+        """Runs a stage.
+
+        Raises:
+            UnsupportedError: It has left something for others that it had not left when it was recorded.
+        """
+        before = [each.take() for each in self._watched]
+        result = run()
+        for each, contents in zip(self._watched, before, strict=True):
+            if (place := each.changed(contents)) is not None:
+                raise UnsupportedError(
+                    f"Modules exchange a value through a shared object: {written_place(place)}.",
+                    where=f"stage {stage}",
+                    observed="a module changed it for the first time in this step, and code on other ranks reads it",
+                    expected="arguments and results: another rank has a separate copy of the object, which does not change",
+                    todo="Return the value from the forward that computes it, and pass it to the other modules as an argument.",
+                )
+        return result
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    return any(is_users(type(each)) or has_hooks(each) for each in modules_inside(module).values())
+
+
+def _codes(modules: Iterable[nn.Module], reached: Snapshot) -> list[CodeType]:
+    """The code of modules' classes, and of functions of the user's own that were reached, but for constructors.
+
+    Configurations of libraries have much code that no module calls.
+    """
+    kinds = {base for kind in set(map(type, modules)) for base in kind.__mro__ if is_users(base)}
+    functions = [function for kind in kinds for function in functions_of(kind) if isinstance(function, FunctionType)]
+    others = (record.owner for record in reached.records() if isinstance(record.owner, FunctionType))
+    functions += [function for function in others if is_own_code(function.__module__ or "")]
+    return [function.__code__ for function in functions if function.__name__ != "__init__"]
+
+
+def _step_codes(root: nn.Module) -> list[CodeType]:
+    """The code of the root's steps and its forward, and of the methods that these call."""
+    begins = (code_of(getattr(root, name, None)) for name in ("forward", *(kind.value for kind in StepKind)))
+    return [code for begin in begins if begin is not None for code in codes_called(type(root), begin)]
+
+
+def _names(codes: Iterable[CodeType], names_of_code: Callable[[CodeType], Iterable[str]]) -> frozenset[str]:
+    return frozenset(name for code in codes for name in names_of_code(code))
+
+
+def _reaches(snapshots: Collection[Snapshot], owner: Any, names: frozenset[str] | None) -> bool:
+    if isinstance(owner, Globals):
+        return any(reaches(snapshot, owner, name) for snapshot in snapshots for name in names or ())
+    return any(snapshot.has_reached(owner) for snapshot in snapshots)
+
+
+def _has_tensors(value: Any) -> bool:
+    """True for tensors and modules, which are no plain values."""
+    leaves = tree_leaves(list(value.values()) if isinstance(value, Mapping) else value)
+    return any(isinstance(leaf, (Tensor, nn.Module)) for leaf in leaves)

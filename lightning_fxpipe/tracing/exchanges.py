@@ -1,0 +1,63 @@
+"""Plain values that modules may leave for each other, and the recordings that try whether they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from lightning_fxpipe.tracing.reachable import place_of
+from lightning_fxpipe.user_code.paths import Difference, Path
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Something that one module, or the code around it, may leave for another.
+
+    Attributes:
+        difference: Where, and what.
+        writers: Paths of the modules that have changed it, or :data:`AROUND`.
+        reader: Path of the module that can reach it, or :data:`AROUND`.
+    """
+
+    difference: Difference
+    writers: frozenset[str]
+    reader: str
+
+    @property
+    def place(self) -> Path:
+        """Where."""
+        return place_of(self.difference)
+
+
+class Round(Enum):
+    """What whole modules find in the places of exchanges while a region is recorded."""
+
+    TOGETHER = auto()  # what all of them leave there, as on one device in its second step
+    ALONE = auto()  # what each has left there itself
+    ALONE_AGAIN = auto()  # the same, as if each had been called before
+    OTHER_VALUES = auto()  # the same, with other numbers, flags and texts
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Exchanges that are tried, and what the recordings before have shown.
+
+    Attributes:
+        exchanges: All of them.
+        left_by_all: What is in the places at the end, where that is not what it was.
+        settled: Places that a second run leaves as they are.
+        round: The recording that comes next.
+        together: Torch calls by path of the module that makes them, in the round of that name.
+        again: Readers that have made others when they were alone, perhaps because it was their first call.
+        left: What these have left in the places.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    left_by_all: tuple[Difference, ...] = ()
+    settled: frozenset[Path] = frozenset()
+    round: Round = Round.TOGETHER
+    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    again: frozenset[str] = frozenset()
+    left: Mapping[str, list[Any]] = field(default_factory=dict)
