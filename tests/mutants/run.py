@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "*.egg-info"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info"))
         return _run_unchanged(copy, chosen) if options.unchanged else _run_all(copy, chosen)
 
 
