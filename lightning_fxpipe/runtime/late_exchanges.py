@@ -53,17 +53,17 @@ class _Watched:
         """Returns its contents."""
         return self.kind.take(self.owner)
 
-    def changed(self, before: Any) -> Path | None:
-        """Returns the place of a plain value that was another one before."""
+    def changed(self, before: Any, known: Collection[Path]) -> Path | None:
+        """Returns the place of a plain value that was another one before; None for those that are ``known`` to change."""
         now = self.take()
         if before is ABSENT or now is ABSENT or self.kind.is_same(now, before):
             return None
+        if self.names is None and any(place[:-1] == self.path for place in known):  # such as a cache, which has another entry
+            return None
         if not isinstance(now, dict):
             return None if _has_tensors(now) else self.path
-        for key in changed_keys(before, now):
-            if (self.names is None or key in self.names) and not _has_tensors(now.get(key)):
-                return (*self.path, (self.kind.name, key))
-        return None
+        places = ((*self.path, (self.kind.name, key)) for key in changed_keys(before, now) if not _has_tensors(now.get(key)))
+        return next((each for each in places if each not in known and (self.names is None or each[-1][1] in self.names)), None)
 
 
 class LateExchanges:
@@ -72,11 +72,12 @@ class LateExchanges:
     Args:
         root: The LightningModule.
         own: Paths of the modules that this rank's stages call as a whole.
-        changed: Places that have changed in the recording, which is no late change.
+        changed: Places that have changed in a recording, which is no late change; more may come.
     """
 
     def __init__(self, root: nn.Module, own: Collection[str], changed: Collection[Path]) -> None:
         self._watched: list[_Watched] = []
+        self._changed = changed
         called = {path: root.get_submodule(path) for path in own}
         called = {path: module for path, module in called.items() if _has_own_code(module)}
         if not called:
@@ -92,15 +93,12 @@ class LateExchanges:
             any(map(changes_containers, writing)),
             _names(reading, names_used),
         )
-        known = {place[:-1] for place in changed}
         for record, path in everything.records_with_paths():
             if id(record.owner) in ids or record.is_large:
                 continue
             kind = ATTRIBUTES if isinstance(record.owner, nn.Module) else record.kind
             names = assigned & read if kind.name in _BY_NAME else None
-            if names is not None:
-                names -= {str(place[-1][1]) for place in changed if place[:-1] == path}
-            is_candidate = changes and path not in known if names is None else bool(names)
+            is_candidate = changes if names is None else bool(names)
             if is_candidate and _reaches((writers,), record.owner, names) and _reaches((readers, step), record.owner, names):
                 self._watched.append(_Watched(record.owner, kind, path, names))
 
@@ -113,7 +111,7 @@ class LateExchanges:
         before = [each.take() for each in self._watched]
         result = run()
         for each, contents in zip(self._watched, before, strict=True):
-            if (place := each.changed(contents)) is not None:
+            if (place := each.changed(contents, self._changed)) is not None:
                 raise UnsupportedError(
                     f"Modules exchange a value through a shared object: {written_place(place)}.",
                     where=f"stage {stage}",

@@ -46,6 +46,7 @@ from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, ActionTable, 
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
+from lightning_fxpipe.user_code.paths import Path
 from lightning_fxpipe.user_code.step import StepKind
 
 _T = TypeVar("_T")
@@ -121,6 +122,7 @@ class PassSetups:
         self._setups = self._no_setups()
         self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
         self._told_of: set[str] = set()
+        self._changed: set[Path] = set()  # in user state, while code was recorded
 
     def forget(self) -> None:
         """Gives back what is kept."""
@@ -287,7 +289,8 @@ class PassSetups:
         is_alone = self._topology.num_ranks == 1  # and all stages have the same objects
         nodes = (node for stage in self._topology.stages if not is_alone for node in assignment.nodes(stage))
         own = {str(node.target) for node in nodes if node.op == "call_module"}
-        return LateExchanges(self._root, own, assignment.chain.traced.changed_places)
+        self._changed |= assignment.chain.traced.changed_places  # a cache that is filled in one step is known in all
+        return LateExchanges(self._root, own, self._changed)
 
     def _setup(
         self, traced: TracedRegion, stages: _Stages, passes: tuple[Pass, ...], sizes: Mapping[Any, int], training: bool

@@ -111,3 +111,14 @@ def test_what_has_changed_while_it_was_recorded_is_known() -> None:
     runs(model, [(*path, (attribute, "scale"))])
     with pytest.raises(UnsupportedError, match="shared.scale"):
         runs(Model(sets_an_attribute), [(*path, (attribute, "another"))])
+
+
+def test_another_entry_of_a_cache_is_known() -> None:
+    """It was filled when another step was recorded, and a batch of another size comes later."""
+    changed: set[Any] = set()
+    model = Model(sets_an_entry)
+    late = LateExchanges(model, ["blocks.0"], changed)
+    (place,) = [each.path for each in late._watched if each.owner is FLAGS]
+    changed.add((*place, ("key", 8)))
+    for _ in range(2):
+        late.watching(0, lambda: model.blocks[0](torch.ones(1, 4)))
