@@ -13,6 +13,7 @@ from lightning_fxpipe import UnsupportedError
 from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
 from lightning_fxpipe.microbatch.split import Pass, plan_passes
 from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.runtime.late_exchanges import LateExchanges
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, RegionPass, StageRun
 from lightning_fxpipe.schedules.executor import Compute
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, Action, Kind
@@ -86,6 +87,7 @@ def setup_of(
         carries_random_state=False,
         device=CPU,
         norms=DeferredNorms(()),
+        late_exchanges=LateExchanges(nn.Module(), (), ()),
     )
 
 
