@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import has_hooks, modules_inside, tree_leaves
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.tracing.reachable import reaches, written_place
+from lightning_fxpipe.tracing.reachable import is_same_value, reaches, written_place
 from lightning_fxpipe.user_code.bytecode import assigned_names, changes_containers, names_used
 from lightning_fxpipe.user_code.code_contents import Globals, functions_of
 from lightning_fxpipe.user_code.code_names import is_own_code
@@ -56,13 +56,14 @@ class _Watched:
     def changed(self, before: Any, known: Collection[Path]) -> Path | None:
         """Returns the place of a plain value that was another one before; None for those that are ``known`` to change."""
         now = self.take()
-        if before is ABSENT or now is ABSENT or self.kind.is_same(now, before):
+        if before is ABSENT or now is ABSENT or is_same_value(now, before):
             return None
         if self.names is None and any(place[:-1] == self.path for place in known):  # such as a cache, which has another entry
             return None
         if not isinstance(now, dict):
             return None if _has_tensors(now) else self.path
-        places = ((*self.path, (self.kind.name, key)) for key in changed_keys(before, now) if not _has_tensors(now.get(key)))
+        keys = (key for key in changed_keys(before, now) if not is_same_value(before.get(key, ABSENT), now.get(key, ABSENT)))
+        places = ((*self.path, (self.kind.name, key)) for key in keys if not _has_tensors(now.get(key)))
         return next((each for each in places if each not in known and (self.names is None or each[-1][1] in self.names)), None)
 
 

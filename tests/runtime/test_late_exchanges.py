@@ -63,6 +63,10 @@ def sets_on_the_class(block: Block) -> None:
     type(block).is_warm = True
 
 
+def sets_the_same_again(block: Block) -> None:
+    block.shared.scale = float("1.0")  # another object
+
+
 def sets_what_is_not_read(block: Block) -> None:
     block.shared.unused += 1
 
@@ -99,8 +103,8 @@ def test_what_a_stage_begins_to_leave_for_another_rank_is_refused(does: Callable
     assert "stage 0" in str(raised.value)
 
 
-@pytest.mark.parametrize("does", [nothing, sets_what_is_not_read])
-def test_what_no_code_of_other_ranks_reads_is_left_alone(does: Callable[[Block], None]) -> None:
+@pytest.mark.parametrize("does", [nothing, sets_what_is_not_read, sets_the_same_again])
+def test_what_makes_no_difference_to_other_ranks_is_left_alone(does: Callable[[Block], None]) -> None:
     runs(Model(does))
 
 
