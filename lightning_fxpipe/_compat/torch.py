@@ -271,7 +271,7 @@ def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def modules_inside(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """As ``named_modules``, in a sixth of the time if reads of modules' attributes are watched. torch 2.9-2.15."""
+    """Returns what ``named_modules`` yields, in a sixth of the time if reads of attributes are watched. torch 2.9-2.15."""
     found, seen = dict[str, torch.nn.Module](), set[int]()
 
     def visit(path: str, inside: torch.nn.Module) -> None:

@@ -10,16 +10,16 @@ and shared containers, if it changes any. These few places, most often none, are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_fxpipe._compat.torch import has_hooks, modules_inside, tree_leaves
+from lightning_fxpipe._compat.torch import modules_inside
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.tracing.reachable import is_same_value, reaches, written_place
+from lightning_fxpipe.tracing.reachable import has_own_code, is_plain_value, is_same_value, reaches, written_place
 from lightning_fxpipe.user_code.bytecode import assigned_names, changes_containers, names_used
 from lightning_fxpipe.user_code.code_contents import Globals, functions_of
 from lightning_fxpipe.user_code.code_names import is_own_code
@@ -61,14 +61,14 @@ class _Watched:
         if self.names is None and any(place[:-1] == self.path for place in known):  # such as a cache, which has another entry
             return None
         if not isinstance(now, dict):
-            return None if _has_tensors(now) else self.path
+            return self.path if is_plain_value(now) else None
         keys = (key for key in changed_keys(before, now) if not is_same_value(before.get(key, ABSENT), now.get(key, ABSENT)))
-        places = ((*self.path, (self.kind.name, key)) for key in keys if not _has_tensors(now.get(key)))
+        places = ((*self.path, (self.kind.name, key)) for key in keys if is_plain_value(now.get(key)))
         return next((each for each in places if each not in known and (self.names is None or each[-1][1] in self.names)), None)
 
 
 class LateExchanges:
-    """What the stages of this rank may leave for those of others.
+    """Watches the places where this rank's stages may begin to leave values for those of other ranks.
 
     Args:
         root: The LightningModule.
@@ -80,7 +80,7 @@ class LateExchanges:
         self._watched: list[_Watched] = []
         self._changed = changed
         called = {path: root.get_submodule(path) for path in own}
-        called = {path: module for path, module in called.items() if _has_own_code(module)}
+        called = {path: module for path, module in called.items() if has_own_code(module)}
         if not called:
             return
         here = {f"{path}.{inside}": each for path, module in called.items() for inside, each in modules_inside(module).items()}
@@ -123,10 +123,6 @@ class LateExchanges:
         return result
 
 
-def _has_own_code(module: nn.Module) -> bool:
-    return any(is_users(type(each)) or has_hooks(each) for each in modules_inside(module).values())
-
-
 def _codes(modules: Iterable[nn.Module], reached: Snapshot) -> list[CodeType]:
     """The code of modules' classes, and of functions of the user's own that were reached, but for constructors.
 
@@ -153,9 +149,3 @@ def _reaches(snapshots: Collection[Snapshot], owner: Any, names: frozenset[str] 
     if isinstance(owner, Globals):
         return any(reaches(snapshot, owner, name) for snapshot in snapshots for name in names or ())
     return any(snapshot.has_reached(owner) for snapshot in snapshots)
-
-
-def _has_tensors(value: Any) -> bool:
-    """True for tensors and modules, which are no plain values."""
-    leaves = tree_leaves(list(value.values()) if isinstance(value, Mapping) else value)
-    return any(isinstance(leaf, (Tensor, nn.Module)) for leaf in leaves)

@@ -27,12 +27,12 @@ class Exchange:
 
     @property
     def place(self) -> Path:
-        """Where."""
+        """Path of the place."""
         return place_of(self.difference)
 
 
 class Round(Enum):
-    """What whole modules find in the places of exchanges while a region is recorded."""
+    """Contents that whole modules find in the places of exchanges while a region is recorded."""
 
     TOGETHER = auto()  # what all of them leave there, as on one device in its second step
     ALONE = auto()  # what each has left there itself

@@ -8,9 +8,9 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import modules_inside
+from lightning_fxpipe._compat.torch import has_hooks, modules_inside, tree_leaves
 from lightning_fxpipe.tracing.guards import GuardKey, name_of_guard
 from lightning_fxpipe.user_code.code_contents import Globals
 from lightning_fxpipe.user_code.kinds import is_users
@@ -66,6 +66,16 @@ class Readers:
         }
         found = [Snapshot({**classes, "function": function}, enters_modules=False)]
         return found + [Snapshot({"value": value}, enters_modules=False) for value in values.values()]
+
+
+def has_own_code(module: nn.Module) -> bool:
+    """True for a module with code that is not torch's own, in it or in hooks."""
+    return any(is_users(type(each)) or has_hooks(each) for each in modules_inside(module).values())
+
+
+def is_plain_value(value: Any) -> bool:
+    """True for a value without tensors and modules in it."""
+    return not any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(value))
 
 
 def reached_from(module: nn.Module, arguments: Any = None) -> Snapshot:

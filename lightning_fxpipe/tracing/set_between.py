@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fxpipe._compat.modes import unwatched_torch
-from lightning_fxpipe._compat.torch import modules_inside, tree_leaves
+from lightning_fxpipe._compat.torch import modules_inside
 from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.guards import TORCHS_OWN, GuardKey
-from lightning_fxpipe.tracing.reachable import is_same_value, place_of, reached_from, reaches, written_place
+from lightning_fxpipe.tracing.reachable import is_plain_value, is_same_value, place_of, reached_from, reaches, written_place
 from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.paths import Difference, Path, at_path
@@ -144,4 +144,4 @@ def _is_plain(difference: Difference) -> bool:
     """True for what no other mechanism hands over."""
     names = (key[0] if isinstance(key, tuple) and key else key for _, key in difference.path[1:])
     is_torchs = any(isinstance(name, str) and name in _TORCHS_OWN for name in names)
-    return not is_torchs and not any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(difference.value))
+    return not is_torchs and is_plain_value(difference.value)

@@ -1,7 +1,7 @@
-"""Finds code that depends on what other modules leave for it in an object that both can reach.
+"""Finds code that depends on plain values that other modules leave for it in an object that both can reach.
 
 Blocks may count in a dict that all of them have, one sets a flag on a configuration that another one reads, or the code around
-them says there which of them comes next. In another stage the object is another one, and nobody changes it there. So:
+them stores there which of them comes next. Another stage has a copy of the object, which does not change. So:
 
 1. While whole modules run, user state is compared with what it was when the region began. An :class:`Exchange` is a place that
    has something else when code begins that can reach it, and that this code has not changed by itself.
@@ -11,8 +11,8 @@ them says there which of them comes next. In another stage the object is another
 3. Last, numbers, flags and texts in these places are others (``OTHER_VALUES``), unless a second run leaves them as they are: a
    threshold may be reached later.
 4. A module that makes other torch calls then depends on the exchange. The module around both stays whole, so that they share a
-   stage; the model is refused where that would be all of it. Who makes the same calls is left alone: most counts, timers
-   and flags are for nobody's results.
+   stage; the model is refused where that would be all of it. Modules that make the same calls are left alone: no result follows
+   from most counts, timers and flags.
 
 Tensors are not looked at here, see ``tracing.state_reads``.
 """
@@ -29,18 +29,27 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, has_hooks, modules_inside, tree_leaves
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, modules_inside, tree_leaves
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.tracing.exchanges import Exchange, Round, Trial
 from lightning_fxpipe.tracing.first_call import place_value
 from lightning_fxpipe.tracing.guards import TORCHS_OWN, GuardKey
-from lightning_fxpipe.tracing.reachable import AROUND, NEW, Readers, is_same_value, place_of, reaches, written_place
+from lightning_fxpipe.tracing.reachable import (
+    AROUND,
+    NEW,
+    Readers,
+    has_own_code,
+    is_plain_value,
+    is_same_value,
+    place_of,
+    reaches,
+    written_place,
+)
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole
 from lightning_fxpipe.tracing.torch_calls import is_query, tensors_among
 from lightning_fxpipe.tracing.views import Views
 from lightning_fxpipe.user_code.contents import same_mapping
-from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path
 from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
 from lightning_fxpipe.user_code.step_code import line_of_use
@@ -221,8 +230,7 @@ class SharedState:
     def _is_watched(self, path: str, module: nn.Module) -> bool:
         """True for a module with code that is not torch's own: that changes nothing outside of its module."""
         if path not in self._has_own_code:
-            inside = modules_inside(module).values()
-            self._has_own_code[path] = any(is_users(type(each)) or has_hooks(each) for each in inside)
+            self._has_own_code[path] = has_own_code(module)
         return self._has_own_code[path]
 
     def _refusal(self, found: Exchange, opened: Collection[str], label: str) -> BaseException:
@@ -379,7 +387,7 @@ def _is_plain(difference: Difference) -> bool:
     names = (key[0] if isinstance(key, tuple) and key else key for kind, key in difference.path[-1:] if kind == "attribute")
     if any(isinstance(name, str) and name in TORCHS_OWN for name in names):
         return False
-    return not any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(difference.value))
+    return is_plain_value(difference.value)
 
 
 def _is_same(one: Difference | None, other: Difference | None) -> bool:

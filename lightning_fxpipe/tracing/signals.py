@@ -154,7 +154,7 @@ class RecordAgain(BaseException):
 
 @contextmanager
 def lessons_first(lessons: Sequence[Lesson]) -> Iterator[None]:
-    """Where a recording has shown what it should have known, its end and its errors mean nothing: it is made again.
+    """Has a recording made again that has shown what it should have known: its end and its errors mean nothing then.
 
     Raises:
         RecordAgain: There are lessons when the block ends, or fails.

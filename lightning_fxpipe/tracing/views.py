@@ -15,7 +15,7 @@ from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, tree_leav
 from lightning_fxpipe.tracing.exchanges import Exchange, Round, Trial
 from lightning_fxpipe.tracing.reachable import AROUND, NEW
 from lightning_fxpipe.user_code.code_contents import Globals
-from lightning_fxpipe.user_code.contents import ABSENT
+from lightning_fxpipe.user_code.contents import ABSENT, Kind
 from lightning_fxpipe.user_code.paths import CONTENTS, at_path, kinds_at
 
 _LARGE = 1_000_003  # odd, and past any threshold
@@ -27,17 +27,15 @@ class _Slot:
     """Contents of one object, or one attribute of a module."""
 
     owner: Any
-    kind: Any
+    kind: Kind | None
     name: str | None
     keys: tuple[Any, ...]  # of exchanges in it
 
     def take(self) -> Any:
-        if self.name is not None:
-            return vars(self.owner).get(self.name, ABSENT)
-        return self.kind.take(self.owner)
+        return vars(self.owner).get(self.name, ABSENT) if self.kind is None else self.kind.take(self.owner)
 
     def put(self, contents: Any) -> None:
-        if self.name is None:
+        if self.kind is not None:
             self.kind.put(self.owner, contents)
         elif contents is ABSENT:
             vars(self.owner).pop(self.name, None)

@@ -1,4 +1,4 @@
-"""What a stage begins to leave for modules of other ranks only after its region was recorded."""
+"""Values that a stage begins to leave for modules of other ranks only after its region was recorded."""
 
 from __future__ import annotations
 
