@@ -12,6 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
@@ -123,19 +124,26 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
         for name in "sqrt cos cosh sin sinh tan tanh asin acos atan log2".split()  # noqa: SIM905
     },
 }
+# What numpy calls by another name, and what the standard library has as builtins.
+_OF_NUMPY = {
+    **{{"pow": "power", "asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(name, name): name for name in _OF_NUMBERS},
+    "minimum": "min",
+    "maximum": "max",
+}
+_OF_TWO: dict[str, Callable[..., Any]] = {"pow": pow, "min": torch.sym_min, "max": torch.sym_max}
 
 
 def symbolic_math() -> list[tuple[Any, str, Any]]:
-    """Patches by which functions of :mod:`math` give expressions for symbolic numbers, whose values they would ask for.
+    """Patches by which functions of :mod:`math` and numpy return expressions for symbolic numbers, and do not ask for values.
 
     torch has most of these functions, under private names. torch 2.9-2.15.
     """
-    originals = {name: getattr(math, name) for name in _OF_NUMBERS}
 
-    def call(name: str, *values: Any) -> Any:
-        if not any(map(_is_of_numbers, values)) or (len(values) > 1 and name != "pow"):
-            return originals[name](*values)
+    def call(original: Callable[..., Any], name: str, *values: Any, **options: Any) -> Any:
+        if options or not any(map(_is_of_numbers, values)) or (len(values) == 2) != (name in _OF_TWO):
+            return original(*values, **options)
         with torch._C.DisableTorchFunction():
-            return _OF_NUMBERS[name](*map(torch.sym_float, values))
+            return (_OF_TWO.get(name) or _OF_NUMBERS[name])(*map(torch.sym_float, values))
 
-    return [(math, name, partial(call, name)) for name in originals]
+    places = [*((math, name, name) for name in _OF_NUMBERS), *((np, name, ours) for name, ours in _OF_NUMPY.items())]
+    return [(module, name, partial(call, getattr(module, name), ours)) for module, name, ours in places]

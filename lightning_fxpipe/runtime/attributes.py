@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,10 +107,14 @@ class StepAttributes:
         if not self.state.is_current():
             self._changed_before = tuple(self.state.differences())
 
-    def end_region(self) -> None:
-        """Tells that the stages have run: what they have set on their modules is theirs."""
+    def end_region(self, transparent: Collection[str] = ()) -> None:
+        """Tells that the stages have run: what they have set on their modules is theirs.
+
+        Args:
+            transparent: Paths of the modules whose forward counts as the step's own code.
+        """
         if self._inside is not None:
-            self._inside.take()
+            self._inside.take(transparent)
 
     def still(self) -> Snapshot | None:
         """What the step's code can change, if it is as it was, and there are no iterators among it."""

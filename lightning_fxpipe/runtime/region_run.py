@@ -126,7 +126,8 @@ class RegionRun:
             _, joined, values = self._pass(inputs)
         self.has_run = True
         if self.attributes is not None:
-            self.attributes.end_region()
+            span = self.trace.span
+            self.attributes.end_region(() if span is None else span.transparent)
         if joined is None:
             raise StageExit(())  # the step is over for this rank
         return self._setup.run_tail(joined, values.__getitem__)

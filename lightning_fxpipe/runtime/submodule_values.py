@@ -4,17 +4,22 @@
     loss = self.loss(self.net(x))    # a stage's forward may set attributes itself, on its rank only
     self.net.scale = 1.0             # after the call: on the last stage's rank only
 
-Attributes that no code of the step names stay out of the comparison: there may be tens of thousands. What a forward sets is
-not compared either: values are taken when the stages have run.
+Attributes that no code of the step names stay out of the comparison: there may be tens of thousands. What the forward of a
+stage's module sets is not compared either: values are taken when the stages have run. A module whose forward counts as the
+step's own code (``Span.transparent``) runs on after that:
+
+    x = self.block_1(self.block_0(x))    # the region
+    self.num_calls += 1                  # on the last stage's rank only
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.tracing.guards import TORCHS_OWN
 from lightning_fxpipe.user_code.contents import ABSENT
@@ -41,12 +46,16 @@ class SubmoduleValues:
             if path and not isinstance(module, METRICS)
             for name in named & vars(module).keys()
         ]
+        self._modules = members.modules
         self._before: list[Any] = []
         self._inside: Snapshot | None = None
+        self._transparent: Snapshot | None = None
         self.take()
 
-    def take(self) -> None:
-        """Takes the values of now."""
+    def take(self, transparent: Collection[str] = ()) -> None:
+        """Takes the values of now; ``transparent`` are the paths of modules whose forward counts as the step's own code."""
+        modules = {path: self._modules[path] for path in transparent if path}  # the step's own state is the LightningModule's
+        self._transparent = Snapshot(modules, enters_modules=False) if modules else None
         self._before = [attributes.get(name, ABSENT) for attributes, name, _ in self._places]
         holders = {str(index): value for index, value in enumerate(self._before) if isinstance(value, (list, dict, set))}
         self._inside = Snapshot(holders, enters_modules=False) if holders else None
@@ -63,6 +72,17 @@ class SubmoduleValues:
                 attributes, name, path = self._places[index]
                 if attributes.get(name) is self._before[index]:  # otherwise all of it is sent
                     yield Difference((*path, *each.path[1:]), each.start, each.value)
+        if self._transparent is not None and not self._transparent.is_current():
+            for each in self._transparent.differences():
+                if _is_plain(each):
+                    yield Difference((*_path_of(each.path[0]), *each.path[1:]), each.start, each.value)
+
+
+def _is_plain(difference: Difference) -> bool:
+    """False for what torch keeps in a module, and for tensors: of these, ranks have their own."""
+    kind, key = difference.path[1] if len(difference.path) > 1 else ("", "")
+    is_torchs_own = kind == "attribute" and (not isinstance(key, str) or key in TORCHS_OWN)
+    return not is_torchs_own and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(difference.value))
 
 
 def _path_of(path: str) -> Path:

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, Protocol
@@ -54,6 +55,21 @@ class OtherKey(Protocol):
 
     def value(self, root: nn.Module) -> Any:
         """What it is now."""
+
+
+@dataclass(frozen=True)
+class AttributeOfOther:
+    """A plain attribute of a module that is none of the root's: it lies in a list, or in an object that is no module."""
+
+    module: nn.Module
+    name: str
+
+    def value(self, root: nn.Module) -> Any:
+        """What it is now."""
+        return getattr(self.module, self.name, _ABSENT)
+
+    def __str__(self) -> str:
+        return f"{type(self.module).__name__}.{self.name}"
 
 
 # (path of the module, name of the attribute); the Trainer's counters have None as path.
@@ -151,6 +167,8 @@ def noted_guards(
         if path is not None:
             all_attributes.add((path, name))
             return noted((path, name), value)
+        if not isinstance(module, METRICS):
+            note(AttributeOfOther(module, name), value)
         return value
 
     def read_counter(name: str, value: Any) -> Any:

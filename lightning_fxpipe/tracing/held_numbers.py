@@ -23,7 +23,17 @@ from torch.fx.node import map_aggregate
 
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size_of
 from lightning_fxpipe.tracing.code_guards import CodeKey
-from lightning_fxpipe.tracing.guards import ATTRIBUTE, ITEM, GuardKey, Steps, Varying, name_of_guard, snapshot, value_of
+from lightning_fxpipe.tracing.guards import (
+    ATTRIBUTE,
+    ITEM,
+    AttributeOfOther,
+    GuardKey,
+    Steps,
+    Varying,
+    name_of_guard,
+    snapshot,
+    value_of,
+)
 
 _MAX_NUMBERS = 16
 
@@ -62,10 +72,12 @@ class NumberPlace:
             return owner if is_own and (self.steps[-1][0] == ATTRIBUTE or isinstance(owner, (list, dict))) else None
         if isinstance(self.guard, CodeKey):
             return self.guard.owner()
-        path, name = self.guard if isinstance(self.guard, tuple) else (None, "")
-        if path is None:
+        if isinstance(self.guard, AttributeOfOther):
+            module, name = self.guard.module, self.guard.name
+        elif isinstance(self.guard, tuple) and self.guard[0] is not None:
+            module, name = root.get_submodule(self.guard[0]), self.guard[1]
+        else:
             return None
-        module = root.get_submodule(path)
         owner = next((each for each in (module, *type(module).__mro__) if name in vars(each)), None)
         return None if owner is None or hasattr(type(vars(owner)[name]), "__get__") else owner
 
@@ -87,7 +99,9 @@ class NumberPlace:
 
     @property
     def _name(self) -> str:
-        return self.guard.names[-1] if isinstance(self.guard, CodeKey) else str(self.guard[1])  # type: ignore[index]
+        if isinstance(self.guard, CodeKey):
+            return self.guard.names[-1]
+        return self.guard.name if isinstance(self.guard, AttributeOfOther) else str(self.guard[1])  # type: ignore[index]
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from lightning_fxpipe.tracing.views import Views
 from lightning_fxpipe.user_code.contents import same_mapping
 from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path
 from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
-from lightning_fxpipe.user_code.step_code import line_of_use
+from lightning_fxpipe.user_code.step_code import line_of_use, names_in_hooks
 
 
 class SharedState:
@@ -84,6 +84,7 @@ class SharedState:
         self._has_own_code: dict[str, bool] = {}
         self._ran: dict[str, nn.Module] = {}  # whole modules with code that is not torch's own
         self._moved: set[Path] = set()
+        self._used_in_hooks: frozenset[str] | None = None
         self._calls = _Calls(follows)
         self._trial = self._learned.trial
         self.is_trying = self._trial is not None
@@ -160,7 +161,7 @@ class SharedState:
         """
         if self._trial is None:
             self._look_at_end(read, opened, function)
-            for found in self._set_on_root():
+            for found in self._set_for_hooks():
                 raise self._refusal(found, opened, label)
             self._learned.changed = frozenset(self._changes.all())
             following = self._trial_of_exchanges() if self._exchanges else None
@@ -219,13 +220,20 @@ class SharedState:
             if (path, name) in read if path is not None else any(reaches(each, owner, name) for each in code or ()):
                 self._exchanges[place, AROUND] = Exchange(difference, frozenset(writers), AROUND)
 
-    def _set_on_root(self) -> Iterator[Exchange]:
-        """Attributes that whole modules set on the LightningModule, whose hooks read them on every rank."""
+    def _set_for_hooks(self) -> Iterator[Exchange]:
+        """Values that whole modules set on the LightningModule, or in objects of it that its hooks use, on every rank."""
         root = self._modules.get("")
         for place, difference in self._changes.note(AROUND).items():
             writers = self._changes.writers(place) - {AROUND, ""}
-            if writers and self._readers.owner(place) is root:
-                yield Exchange(difference, frozenset(writers), "the LightningModule")
+            if writers and (self._readers.owner(place) is root or self._is_for_hooks(place)):
+                yield Exchange(difference, frozenset(writers), "hooks, which run on every rank")
+
+    def _is_for_hooks(self, place: Path) -> bool:
+        """True where hooks use each name on the way to a place; they read what modules keep from this rank's modules."""
+        if self._used_in_hooks is None:
+            self._used_in_hooks = names_in_hooks(self._modules[""]) if "" in self._modules else frozenset()
+        names = [key for kind, key in place[1:] if kind in ("attribute", "slot", "global", "class", "function")]
+        return bool(names) and all(isinstance(name, str) and name in self._used_in_hooks for name in names)
 
     def _is_watched(self, path: str, module: nn.Module) -> bool:
         """True for a module with code that is not torch's own: that changes nothing outside of its module."""

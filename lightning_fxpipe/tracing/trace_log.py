@@ -20,6 +20,13 @@ _logger = logging.getLogger("lightning_fxpipe")
 MANY_TRACES = 8
 _KEPT = 64
 
+_MANY_VALUES = (
+    "reduce the number of different values, for example by padding to a multiple of 64, or pass a tensor instead of a number."
+)
+_NEEDS_VALUE = (
+    "use the number in arithmetic, comparisons and functions of math, numpy and torch only, or compute with a tensor: float(), "
+    "int(), f-strings and indices need its value."
+)
 _OTHER = {
     "label": "the called module or function",
     "path": "the called module or function",
@@ -82,10 +89,10 @@ class TraceLog:
         counter.update(changes.keys())
         if len(before) + 1 == MANY_TRACES:
             (what, times), *_ = counter.most_common(1)
+            todo = _NEEDS_VALUE if what in made.changed else _MANY_VALUES
             self.warn(
                 f"{made.step} has been traced {MANY_TRACES} times, {times} times because of {what}. The last one took "
-                f"{made.seconds:.1f} s. To avoid a trace for every new value, reduce the number of different values, for "
-                "example by padding to a multiple of 64, or pass a tensor instead of a number."
+                f"{made.seconds:.1f} s. To avoid a trace for every new value, {todo}"
             )
 
 

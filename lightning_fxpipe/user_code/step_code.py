@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, first_line_with, operations
+from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, first_line_with, names_used, operations
 from lightning_fxpipe.user_code.code_contents import functions_of
 from lightning_fxpipe.user_code.code_names import is_followed
 from lightning_fxpipe.user_code.frames import is_framework, is_machinery
@@ -107,6 +107,18 @@ def names_in_step(root: nn.Module, function: Callable[..., Any]) -> frozenset[st
     kinds = dict.fromkeys(type(module) for module in root.modules() if not is_framework(type(module).__module__))
     codes = () if code is None else codes_called(tuple(kinds), code, but=frozenset({"forward"}))
     return frozenset(name for each in codes for name in each.co_names)
+
+
+def names_in_hooks(root: nn.Module) -> frozenset[str]:
+    """Returns the names in the code of hooks, of a LightningModule and of its Trainer's callbacks, and of what they call."""
+    trainer = vars(root).get("_trainer")
+    names = set[str]()
+    for owner in (root, *getattr(trainer, "callbacks", ())):
+        kind = type(owner)
+        for hook in (function for base in kind.__mro__ if is_followed(base.__module__) for function in functions_of(base)):
+            if (code := code_of(hook)) is not None and code.co_name.startswith("on_"):
+                names.update(*(names_used(each) for each in codes_called(kind, code)))
+    return frozenset(names)
 
 
 def codes_called(kinds: type | tuple[type, ...], code: CodeType, but: frozenset[str] = frozenset()) -> Iterator[CodeType]:

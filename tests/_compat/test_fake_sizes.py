@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.sym_node import SymNode
@@ -106,21 +107,35 @@ def test_a_number_that_is_no_size_is_a_symbol_and_a_comparison_a_condition(value
     assert float(symbolic_expression(1 - number).subs({symbol: value})) == 1 - value
 
 
-@pytest.mark.parametrize(
-    "name", ["exp", "log", "sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2"]
-)
-def test_functions_of_math_give_expressions_of_numbers(name: str) -> None:
+_FUNCTIONS = ["exp", "log", "sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "log2"]
+_OF_MATH = [(math, name) for name in (*_FUNCTIONS, "asin", "acos", "atan")]
+_OF_NUMPY = [(np, name) for name in (*_FUNCTIONS, "arcsin", "arccos", "arctan")]
+
+
+@pytest.mark.parametrize(("module", "name"), [*_OF_MATH, *_OF_NUMPY], ids=lambda each: getattr(each, "__name__", each))
+def test_functions_of_math_and_numpy_give_expressions_of_numbers(module: Any, name: str) -> None:
     world, value = FakeWorld(), 0.25
     symbol, number = world.shape_env.number(value)
-    original = getattr(math, name)
+    original = getattr(module, name)
     with world.active(), patched_attributes(*symbolic_math()):
-        found = getattr(math, name)(number)
-        assert getattr(math, name)(value) == original(value)
-    assert getattr(math, name) is original
+        found = getattr(module, name)(number)
+        assert getattr(module, name)(value) == original(value)
+    assert getattr(module, name) is original
     assert not world.guards()
     assert not world.replacements()
     for other in (value, 0.75):
         assert float(symbolic_expression(found).subs({symbol: other})) == pytest.approx(original(other), rel=1e-14)
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum", "power"])
+def test_functions_of_numpy_of_two_numbers_give_expressions(name: str) -> None:
+    world = FakeWorld()
+    symbol, number = world.shape_env.number(0.25)
+    original = getattr(np, name)
+    with world.active(), patched_attributes(*symbolic_math()):
+        found = getattr(np, name)(number, 0.5)
+    for other in (0.25, 0.75):
+        assert float(symbolic_expression(found).subs({symbol: other})) == pytest.approx(original(other, 0.5), rel=1e-14)
 
 
 def test_functions_of_math_ask_for_sizes_as_they_did() -> None:

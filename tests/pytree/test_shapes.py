@@ -402,6 +402,14 @@ def test_a_constant_that_keeps_changing_is_named_once() -> None:
     assert f"traced {MANY_TRACES} times, {MANY_TRACES - 1} times because of args[1]" in warning
 
 
+def test_a_number_of_which_the_code_needs_the_value_is_named_with_what_needs_it() -> None:
+    messages = Messages()
+    batches = [(x_of(4, 7), 1.5 + number) for number in range(MANY_TRACES + 1)]
+    numbers_of_traces(lambda h, number: h * float(number), batches, messages.log())
+    (warning,) = messages.warnings
+    assert "float(), int(), f-strings and indices need its value" in warning
+
+
 # ------------------------------------------------------------------------------------------------- the cache
 
 

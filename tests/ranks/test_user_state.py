@@ -213,6 +213,40 @@ class InForward(Net):
         self.backbone = nn.Sequential(*(Remembers(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)))
 
 
+class Counting(nn.Module):
+    """Counts between its layers, where only the last stage's rank runs its code, in objects that others know, too."""
+
+    def __init__(self, totals: dict[str, int], others: list[Remembers]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+        self.calls, self.totals, self.others, self.sizes = 0, totals, others, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            self.calls += 1
+            self.totals[f"layer {index}"] = self.totals.get(f"layer {index}", 0) + len(x)
+        self.sizes.append(len(x))
+        self.others[0].calls = self.calls
+        return x * (1 + self.others[0].calls / 100)
+
+
+class BetweenLayers(Net):
+    shuffle = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals: dict[str, int] = {}
+        self.other = [Remembers()]  # no submodule
+        self.backbone = Counting(self.totals, self.other)  # type: ignore[assignment]
+
+
+def counted_between_layers(trainer: Any, module: Any, folder: Path) -> Any:
+    counting = module.backbone
+    same = counting.totals is module.totals and counting.others is module.other
+    return [counting.calls, counting.totals, counting.sizes, module.other[0].calls, same]
+
+
 def kept_by_layers(trainer: Any, module: Any, folder: Path) -> Any:
     return [[layer.calls, layer.has_been_used, layer.sizes, layer.features] for layer in module.backbone]
 
@@ -239,6 +273,7 @@ RUNS: dict[str, Run] = {
     "statistics": Run(module=Normalises, look=statistics, strategy=ONE),
     "statistics in microbatches": Run(module=Normalises, look=statistics, strategy={"num_microbatches": 2}),
     "in forward": Run(module=InForward, look=kept_by_layers, strategy=ONE),
+    "between layers": Run(module=BetweenLayers, look=counted_between_layers, strategy=ONE),
     "warms up": Run(module=WarmsUp, strategy=ONE),
     "sets the rate": Run(module=SetsRate, strategy=ONE),
 }

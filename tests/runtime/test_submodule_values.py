@@ -77,3 +77,20 @@ def test_what_a_forward_keeps_and_metrics_count_is_no_affair_of_the_step() -> No
         module.metric.update(1.0)
 
     assert differences(module, change) == {}
+
+
+def test_what_a_forward_that_is_step_code_sets_after_the_region_and_nothing_else_of_it() -> None:
+    module = Module()
+    values = SubmoduleValues(module, Members(module), module.training_step)
+    values.take(("", "block"))
+    module.block.rescale(4.0)
+    module.block.hidden = [torch.ones(2)]  # a tensor of one stage, or a stand-in
+    module.block.items.append(5.0)
+    found = {each.path[1:]: (each.start, each.value) for each in values.differences()}
+    inside = ("attribute", ("_modules", "block"))
+    assert found == {
+        (inside, ("attribute", "scale")): (None, 4.0),
+        (inside, ("attribute", "items")): (1, [5.0]),
+    }
+    values.take()
+    assert not [*values.differences()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe import UnsupportedError
 from lightning_fxpipe.tracing.guards import failed_guards, name_of_guard, noted_guards, snapshot
+from lightning_fxpipe.tracing.held_numbers import changed_numbers
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.traces import covers
@@ -63,6 +65,38 @@ def test_a_trace_is_not_used_once_something_that_it_has_read_changes() -> None:
         assert covers(traced, call_of(torch.ones(2, 3)))
         change(model)
         assert not covers(traced, call_of(torch.ones(2, 3)))
+
+
+class Scale(nn.Module):
+    """Keeps a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = 2.0
+
+
+class ReadsOther(nn.Module):
+    """Reads an attribute of a module that is none of its submodules: it lies in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [Scale()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.others[0].value
+
+
+def test_an_attribute_of_a_module_that_is_no_submodule_is_guarded_and_an_input_from_its_second_value_on() -> None:
+    model, call = ReadsOther(), call_of(torch.ones(2, 3))
+    traced = trace_region(model, call)
+    model.others[0].value = 3.0
+    assert [name_of_guard(key) for key in traced.failed_guards()] == ["Scale.value"]
+    (place,) = changed_numbers(model, traced.failed_guards()[0], 2.0)
+    again = trace_region(model, replace(call, numbers=(place,)))
+    assert not again.constant_numbers()
+    assert covers(again, call)
+    model.others[0].value = 4.0
+    assert covers(again, call)
 
 
 class Optional(nn.Module):

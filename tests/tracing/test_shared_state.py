@@ -303,6 +303,29 @@ def test_a_number_that_modules_leave_for_the_code_around_them_is_refused() -> No
     assert NUMBERS == []
 
 
+class WithHooks(Blocks):
+    """Has hooks as a LightningModule has, of which one uses a dict by a method."""
+
+    def on_train_epoch_end(self) -> None:
+        self.report()
+
+    def report(self) -> Any:
+        return self.shared.by_name
+
+
+def appends(block: Block, x: Tensor) -> Tensor:
+    block.shared.listed.append(1.0)
+    return x
+
+
+def test_values_that_modules_leave_where_hooks_read_them_are_refused_and_others_are_not() -> None:
+    with pytest.raises(FxPipeError) as error:
+        recorded(WithHooks(counts, appends))
+    assert error.value.what == f"{LEFT}: self.shared.by_name['n']."
+    assert error.value.observed == "changed by blocks.0; used by hooks, which run on every rank"
+    recorded(WithHooks(appends, appends))
+
+
 def test_code_that_tells_its_modules_where_they_are_is_refused() -> None:
     """It does not run on their ranks: they would find what was there before."""
 
