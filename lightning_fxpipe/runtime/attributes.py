@@ -107,14 +107,14 @@ class StepAttributes:
         if not self.state.is_current():
             self._changed_before = tuple(self.state.differences())
 
-    def end_region(self, transparent: Collection[str] = ()) -> None:
+    def end_region(self, set_here: Collection[str] = ()) -> None:
         """Tells that the stages have run: what they have set on their modules is theirs.
 
         Args:
-            transparent: Paths of the modules whose forward counts as the step's own code.
+            set_here: Paths of the modules whose attributes only this rank sets from now on.
         """
         if self._inside is not None:
-            self._inside.take(transparent)
+            self._inside.take(set_here)
 
     def still(self) -> Snapshot | None:
         """What the step's code can change, if it is as it was, and there are no iterators among it."""

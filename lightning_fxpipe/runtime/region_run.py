@@ -126,8 +126,7 @@ class RegionRun:
             _, joined, values = self._pass(inputs)
         self.has_run = True
         if self.attributes is not None:
-            span = self.trace.span
-            self.attributes.end_region(() if span is None else span.transparent)
+            self.attributes.end_region(self.trace.set_on_last_rank)
         if joined is None:
             raise StageExit(())  # the step is over for this rank
         return self._setup.run_tail(joined, values.__getitem__)

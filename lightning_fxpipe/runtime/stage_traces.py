@@ -76,6 +76,15 @@ class StageTrace:
         """Whether it has only what the step that it was made for uses."""
         return self.span is not None or len(self.traced.wanted) < self.traced.output_structure.num_tensors
 
+    @property
+    def set_on_last_rank(self) -> frozenset[str]:
+        """Paths of the modules whose attributes only the last stage's rank sets: their forward counts as the step's own code,
+        or is recorded, and leaves tensors."""
+        if self.span is None or self.traced.record is None:
+            return frozenset()
+        leaving = {path for call in self.traced.record.calls for path, *_ in call.sides}
+        return self.span.transparent.union(leaving.intersection(self.traced.opened))
+
     def input_numbers(self) -> list[int | float]:
         """Returns the values of the numbers that are inputs, in the batch that ran last."""
         return [*self.traced.numbers.now.values()]

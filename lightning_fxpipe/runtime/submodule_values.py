@@ -6,10 +6,11 @@
 
 Attributes that no code of the step names stay out of the comparison: there may be tens of thousands. What the forward of a
 stage's module sets is not compared either: values are taken when the stages have run. A module whose forward counts as the
-step's own code (``Span.transparent``) runs on after that:
+step's own code (``Span.transparent``) runs on after that, and what a recorded forward leaves on its module is set then:
 
     x = self.block_1(self.block_0(x))    # the region
     self.num_calls += 1                  # on the last stage's rank only
+    self.state = x.detach()
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import tree_leaves
+from lightning_fxpipe._compat.torch import FakeTensor, tree_leaves
 from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.tracing.guards import TORCHS_OWN
 from lightning_fxpipe.user_code.contents import ABSENT
@@ -49,13 +50,13 @@ class SubmoduleValues:
         self._modules = members.modules
         self._before: list[Any] = []
         self._inside: Snapshot | None = None
-        self._transparent: Snapshot | None = None
+        self._set_here: Snapshot | None = None
         self.take()
 
-    def take(self, transparent: Collection[str] = ()) -> None:
-        """Takes the values of now; ``transparent`` are the paths of modules whose forward counts as the step's own code."""
-        modules = {path: self._modules[path] for path in transparent if path}  # the step's own state is the LightningModule's
-        self._transparent = Snapshot(modules, enters_modules=False) if modules else None
+    def take(self, set_here: Collection[str] = ()) -> None:
+        """Takes the values of now; ``set_here`` are the paths of modules whose attributes only this rank sets after that."""
+        modules = {path: self._modules[path] for path in set_here if path}  # the LightningModule's are the step's own state
+        self._set_here = Snapshot(modules, enters_modules=False) if modules else None
         self._before = [attributes.get(name, ABSENT) for attributes, name, _ in self._places]
         holders = {str(index): value for index, value in enumerate(self._before) if isinstance(value, (list, dict, set))}
         self._inside = Snapshot(holders, enters_modules=False) if holders else None
@@ -72,17 +73,18 @@ class SubmoduleValues:
                 attributes, name, path = self._places[index]
                 if attributes.get(name) is self._before[index]:  # otherwise all of it is sent
                     yield Difference((*path, *each.path[1:]), each.start, each.value)
-        if self._transparent is not None and not self._transparent.is_current():
-            for each in self._transparent.differences():
-                if _is_plain(each):
+        if self._set_here is not None and not self._set_here.is_current():
+            for each in self._set_here.differences():
+                if _is_own(each):
                     yield Difference((*_path_of(each.path[0]), *each.path[1:]), each.start, each.value)
 
 
-def _is_plain(difference: Difference) -> bool:
-    """False for what torch keeps in a module, and for tensors: of these, ranks have their own."""
+def _is_own(difference: Difference) -> bool:
+    """False for what torch keeps in a module, and for tensors without data: of these, ranks have their own."""
     kind, key = difference.path[1] if len(difference.path) > 1 else ("", "")
     is_torchs_own = kind == "attribute" and (not isinstance(key, str) or key in TORCHS_OWN)
-    return not is_torchs_own and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(difference.value))
+    tensors = (leaf for leaf in tree_leaves(difference.value) if isinstance(leaf, Tensor))
+    return not is_torchs_own and not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def _path_of(path: str) -> Path:

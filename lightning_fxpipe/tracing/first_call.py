@@ -11,6 +11,7 @@ then does so in every call, and has to stay whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class FirstCalls:
 
     def __init__(self, root: nn.Module) -> None:
         self.paths: set[Path] = set()
+        self._values: list[Difference] = []
         self._num_rounds = 0
         self._root = root
         self._before: Snapshot | None = None
@@ -51,8 +53,16 @@ class FirstCalls:
         roots = roots_of(self._root)[0]
         for place in values:
             self.paths.add(place.path)
+            self._values.append(place)
             place_value(roots, place)
         return self._num_rounds <= _MAX_ROUNDS
+
+    def give_again(self) -> None:
+        """Sets the values that were given, after a dry run around the recording has put back what was there before."""
+        roots = roots_of(self._root)[0]
+        for place in self._values:
+            with suppress(KeyError, IndexError, AttributeError):  # in what the step makes anew each time
+                place_value(roots, place)
 
     def __enter__(self) -> FirstCalls:
         return self
@@ -68,6 +78,7 @@ class FirstCalls:
         self._before = None
         self._num_rounds = 0
         self.paths.clear()
+        self._values.clear()
 
 
 def settle_changes(

@@ -84,15 +84,16 @@ NOTHING_VARIES: Varying = MappingProxyType({})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Attributes that each module has from torch.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
-_NO_SETTINGS = ("torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning")
+_NO_SETTINGS = ("torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning", "logging")
 _LOOKS_INTO_ALL = (nn.Module.__module__, "lightning_fxpipe.")
 _DEPTHS = (6, 3, 1)
 _MAX_ENTRIES = 256
 _MAX_ARRAY_BYTES = 2**20
 # Where the numbers lie that a module is called with (``tracing.number_arguments``).
 NUMBER_ARGUMENTS = "_fxpipe_number_arguments"
-# The value of an attribute that a module does not have.
+# Values of an attribute that a module does not have, and of one that is a tensor now: code may set None.
 _ABSENT = ("no such attribute",)
+_NOT_PLAIN = ("no plain value",)
 
 
 class Unplain(Exception):
@@ -212,7 +213,7 @@ def guarded_values(root: nn.Module, keys: Iterable[GuardKey], varying: Varying =
         try:
             found[key] = snapshot(value_of(root, key), varying.get(key, ()))
         except Unplain:
-            found[key] = None
+            found[key] = _NOT_PLAIN
     return found
 
 

@@ -281,14 +281,27 @@ def trace_region(
         TraceError: The Python of the called module itself cannot be recorded.
         UnsupportedError: Modules pass tensors on in an object that is theirs together.
     """
-    record = partial(_trace_region, root, opened=opened, device=device, check=check, first=first, answers_looks=answers_looks)
-    return call.in_its_state(root, record)
+    first_calls = FirstCalls(root)
+    record = partial(
+        _trace_region,
+        root,
+        first_calls=first_calls,
+        opened=opened,
+        device=device,
+        check=check,
+        first=first,
+        answers_looks=answers_looks,
+    )
+    traced = call.in_its_state(root, record)
+    first_calls.give_again()
+    return traced
 
 
 def _trace_region(
     root: nn.Module,
     call: Recordable,
     *,
+    first_calls: FirstCalls,
     opened: Collection[str] | None,
     device: torch.device | None,
     check: bool,
@@ -298,7 +311,7 @@ def _trace_region(
     signature, _ = sign(root, call)
     if first is not None and (opened is None or {*opened} != {*first.opened, *first.kept_whole}):
         first = None
-    with FirstCalls(root) as first_calls:
+    with first_calls:
         learned = Learned(given=first_calls.paths) if first is None else first.recording.learned.known_again(first_calls.paths)
         record = partial(_record, root, call, signature, device=device, answers_looks=answers_looks, learned=learned)
 

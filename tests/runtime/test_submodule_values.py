@@ -84,7 +84,7 @@ def test_what_a_forward_that_is_step_code_sets_after_the_region_and_nothing_else
     values = SubmoduleValues(module, Members(module), module.training_step)
     values.take(("", "block"))
     module.block.rescale(4.0)
-    module.block.hidden = [torch.ones(2)]  # a tensor of one stage, or a stand-in
+    module.block.hidden = [torch.ones(2, device="meta")]  # of another stage
     module.block.items.append(5.0)
     found = {each.path[1:]: (each.start, each.value) for each in values.differences()}
     inside = ("attribute", ("_modules", "block"))
