@@ -1,4 +1,4 @@
-"""What a model's own forward counts, keeps, caches and prints between its layers is that of one device, as with ordinary models."""
+"""What a model's own forward counts, keeps, caches and prints between its layers is that of one device."""
 
 from __future__ import annotations
 
