@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from tests.ranks.pool import RankPool
 
 pytest.register_assert_rewrite("tests.staging")
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about what it shows
+hypothesis.settings.load_profile("any machine")
 
 
 # These start processes. They run one after the other: more ranks than cores would only wait for each other.

@@ -17,6 +17,27 @@ _ALIKE = "test_blocks_are_answered_where_all_that_they_read_is_alike"
 MUTANTS = [
     Mutant(
         _TRACE,
+        "    first_calls.give_again()\n",
+        "",
+        ("tracing/test_first_call.py::test_what_is_set_on_the_first_call_stays_when_the_step_before_it_is_undone",),
+        "a flag that a model sets on its first call is lost, and each run refused",
+    ),
+    Mutant(
+        _GUARDS,
+        "            found[key] = _NOT_PLAIN\n",
+        "            found[key] = None\n",
+        (f"{_TEST_GUARDS}::test_a_tensor_where_code_has_found_none_is_another_value",),
+        "a state that is None at first is never used",
+    ),
+    Mutant(
+        _GUARDS,
+        '"pytorch_lightning", "logging")',
+        '"pytorch_lightning")',
+        (f"{_TEST_GUARDS}::test_what_a_logger_remembers_is_no_value_that_code_reads",),
+        "a model that logs is refused",
+    ),
+    Mutant(
+        _TRACE,
         "traced = record(opened) if check else earlier",
         "traced = earlier",
         (f"{_TEST_REFUSES}::test_numbers_from_out_of_sight_are_refused",),

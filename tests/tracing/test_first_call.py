@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.tracing.region import StepCall, find_region
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import WIDTH, batch, call_of
+from tests.traces import covers
 
 TABLES: dict[int, Tensor] = {}
 
@@ -314,3 +316,26 @@ def test_a_forward_that_counts_on_a_module_inside_it_is_refused() -> None:
     """The graph would not count, and nothing would say so."""
     with pytest.raises(TraceError, match=r"changes self\.first\.count"):
         trace_region(CountsOnLayer(), call_of(batch()))
+
+
+class Step(nn.Module):
+    """A step that calls such a model, after it has set something of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.num_steps = model, 0
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.num_steps += 1
+        return self.model(batch).sum()
+
+
+@pytest.mark.parametrize("kind", [InAttribute, InDict, MarksLayer])
+def test_what_is_set_on_the_first_call_stays_when_the_step_before_it_is_undone(kind: type[Caching]) -> None:
+    """A region is recorded in a dry run of the step up to its call."""
+    step = Step(kind())
+    region = find_region(step, StepCall(function=step.training_step, args=(batch(),), kwargs={}), batch_size=len(batch()))
+    traced = trace_region(step, region)
+    assert step.num_steps == 0
+    assert traced.is_current()
+    assert covers(traced, region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from lightning_fxpipe.tracing.held_numbers import changed_numbers
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.traces import covers
+
+_logger = logging.getLogger(__name__)
 
 
 class Annealed(nn.Module):
@@ -65,6 +68,40 @@ def test_a_trace_is_not_used_once_something_that_it_has_read_changes() -> None:
         assert covers(traced, call_of(torch.ones(2, 3)))
         change(model)
         assert not covers(traced, call_of(torch.ones(2, 3)))
+
+
+class HasAState(nn.Module):
+    """Uses a state, of which there is none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.state is None else x + self.state
+
+
+def test_a_tensor_where_code_has_found_none_is_another_value() -> None:
+    model, call = HasAState(), call_of(torch.ones(2, 3))
+    traced = trace_region(model, call)
+    assert covers(traced, call)
+    model.state = torch.ones(3)
+    assert not covers(traced, call)
+
+
+class Logs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        _logger.info("%s", tuple(x.shape))
+        return x * 2
+
+
+def test_what_a_logger_remembers_is_no_value_that_code_reads() -> None:
+    """It keeps whether a level is enabled, when that was first asked."""
+    model, call = Logs(), call_of(torch.ones(2, 3))
+    logging.getLogger(__name__).setLevel(logging.WARNING)  # which makes all loggers forget
+    traced = trace_region(model, call)
+    model(torch.ones(2, 3))
+    assert covers(traced, call)
 
 
 class Scale(nn.Module):
