@@ -20,6 +20,7 @@ ODD_ERRORS = {
     **{"stop": "FxPipeError", "generator_exit": "GeneratorExit"},
 }
 # "different": another error on each rank; "twice": one more in on_exception; "end": os._exit(0); "freeze": SIGSTOP.
+PASS_PLACES = ("forward", "backward", "tensor_hook", "send", "receive")  # in the middle of a schedule
 OTHER_KINDS = (
     *("exit", "exit_text", "interrupt", "kill", "signal_self", "signal_group"),
     *("freeze", "end", "different", "twice"),
@@ -54,6 +55,7 @@ class Case:
         num_stages: Of each pipeline; None: there is one.
         shards: Whether replicas share out the optimizer.
         num_hosts: Network namespaces, among which the ranks are shared out in their order; 1: that of this process.
+        schedule: Name of the schedule, of four microbatches; None: that of the strategy's choice.
     """
 
     place: str
@@ -64,6 +66,7 @@ class Case:
     num_stages: int | None = None
     shards: bool = False
     num_hosts: int = 1
+    schedule: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +234,27 @@ def random_cases(seed: int, count: int, *, replicas: bool = False) -> list[Case]
         shards = bool(replicas and len(cases) % 2)
         case = Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks, num_stages=stages, shards=shards)
         cases.append(case)
+    return cases
+
+
+def cases_of_schedules(schedules: Sequence[str], seed: int, count: int) -> list[Case]:
+    """Each schedule by turns: errors, kills and stops in forward and backward actions, in sends and in receives."""
+    choose = random.Random(seed)
+    kinds = ("error", "own", "kill", "freeze", "end", "exit", "signal_self", "unsendable")
+    cases = []
+    for number in range(count):
+        num_ranks = choose.choice([2, 3])
+        place = choose.choice(PASS_PLACES)
+        cases.append(
+            Case(
+                place=place,
+                kind=choose.choice(kinds),
+                rank=choose.randrange(num_ranks),
+                at=choose.randint(1, 24),
+                num_ranks=num_ranks,
+                schedule=schedules[number % len(schedules)],
+            )
+        )
     return cases
 
 

@@ -177,6 +177,7 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
     """What a user's script does."""
     import lightning as L
     import torch
+    import torch.distributed.distributed_c10d as dist
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers.logger import Logger
     from torch import Tensor, nn
@@ -224,7 +225,7 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = nn.Sequential(*(Block() for _ in range(4)))
+            self.model = nn.Sequential(*(Block() for _ in range(4 if case.schedule is None else 6)))
 
         def _loss(self, batch: Any) -> Tensor:
             fault("prelude")
@@ -294,12 +295,12 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
             if case.kind == ("twice" if fault.has_happened else "twice_apart"):
                 raise TypeError("injected fault in on_exception")
 
-    def before(owner: type, hook: str, place: str) -> Any:
+    def before(owner: Any, hook: str, place: str) -> Any:
         original = getattr(owner, hook)
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             fault(place)
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
 
         return call
 
@@ -308,6 +309,9 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
     callback_type = type("Mine", (L.Callback,), {hook: before(L.Callback, hook, case.place)} if where == "callback" else {})
     if case.place == "write_checkpoint":
         FileSystemWriter.write_data = before(FileSystemWriter, "write_data", case.place)
+    if case.place in ("send", "receive"):
+        transport = {"send": "isend", "receive": "irecv"}[case.place]
+        setattr(dist, transport, before(dist, transport, case.place))
     stream = case.place == "iterable"
     samples: Any = Stream() if stream else Samples()
     loader = DataLoader(
@@ -323,6 +327,7 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
     keep = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True)
     options: Any = {"heartbeat_timeout": _SILENCE_SECONDS}
     options |= {} if case.num_stages is None else {"num_stages": case.num_stages, "shard_optimizer_state": case.shards}
+    options |= {} if case.schedule is None else {"schedule": case.schedule, "num_microbatches": 4}
     options |= {"timeout": TIMEOUT_SECONDS} if case.kind == "hang" else {}
     options |= {"save_distributed_checkpoint": True} if case.place == "write_checkpoint" else {}
     trainer = L.Trainer(

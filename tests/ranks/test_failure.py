@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_fxpipe.distributed.topology import make_topology
+from lightning_fxpipe.schedules.by_name import SCHEDULES
 from tests.launch.hosts import can_make_hosts
-from tests.ranks.fault_cases import Case, cases_of_replicas, random_cases
+from tests.ranks.fault_cases import Case, cases_of_replicas, cases_of_schedules, random_cases
 from tests.ranks.faults import run_cases
 from tests.ranks.pool import RankPool
 
@@ -116,6 +117,13 @@ def test_a_fault_ends_the_run_on_all_ranks(cases: list[Case]) -> None:
 @pytest.mark.timeout(2400)
 def test_random_faults_end_the_run_on_all_ranks() -> None:
     check(random_cases(1, 200), must_be_reached=False, limit_seconds=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_random_faults_in_the_middle_of_each_schedule_end_the_run_on_all_ranks() -> None:
+    schedules = [name for name in SCHEDULES if name != "auto"]
+    check(cases_of_schedules(schedules, 1, 200), must_be_reached=False, limit_seconds=20)
 
 
 @pytest.mark.slow
