@@ -343,19 +343,11 @@ class _Comparing:
         simulation, cuts = step.simulate(rule, options.device, schedule)
         self._cuts[num_ranks, schedule, num_microbatches, balance] = cuts
         seconds = simulation.seconds_of_replicas(num_replicas, options.replica_link, shares_out=options.shares_out)
-        peak_bytes = max(simulation.peak_bytes)
+        fits = max(simulation.peak_bytes) <= options.device.memory_bytes
         return Layout(
             num_ranks=num_ranks,
             num_replicas=num_replicas,
-            chosen=Alternative(
-                schedule=schedule,
-                stages_per_rank=len(simulation.table.stages_of(0)),
-                num_microbatches=num_microbatches,
-                step_seconds=seconds,
-                idle_share=simulation.bubble_fraction,
-                peak_bytes=round(peak_bytes),
-                fits=peak_bytes <= options.device.memory_bytes,
-            ),
+            chosen=Alternative.of(schedule, simulation, fits=fits, step_seconds=seconds),
             reduce_seconds=seconds - simulation.seconds,
             samples_per_second=num_replicas * self.num_samples / seconds,
             balance=balance,
@@ -370,7 +362,7 @@ class _Comparing:
         schedule = cast(SimulatedSchedule, chosen.schedule)
         rule = options.rule(layout.num_ranks, schedule, count, layout.balance)
         cuts = self._cuts[layout.num_ranks, schedule, count, layout.balance]
-        opened = opened_by_a_cut(Assignment(chain=self._step.of_microbatches(count).chain, cuts=cuts))
+        opened = opened_by_a_cut(Assignment(chain=self._step.of_microbatches(count).costs.chain, cuts=cuts))
         rule = replace(rule, opened=frozenset(opened))
         planned = make_planned(self._module, self._batch, rule=rule, num_microbatches=count, batch_dim=options.batch_dim)
         return replace(planned.plan, alternatives=(chosen,))

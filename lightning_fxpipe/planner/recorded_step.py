@@ -10,30 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torch import nn
 
 from lightning_fxpipe.errors import FxPipeError, PartitionError, ScheduleError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, plan_passes
-from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.cut_rule import CutRule
-from lightning_fxpipe.planner.fastest_cut import on_device
 from lightning_fxpipe.planner.follow_plan import follow_plan, trace_for_plan
 from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import open_regions
 from lightning_fxpipe.planner.stage_costs import stage_costs
 from lightning_fxpipe.planner.step_plan import must_run_jointly
-from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
-from lightning_fxpipe.planner.weighing import state_weights
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
 from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 from lightning_fxpipe.tracing.discovery import regions
-from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.region import StepCall
 
 # Schedules for any number of stages on a rank, from two on.
@@ -45,18 +40,12 @@ class SizedStep:
     """A recorded step for microbatches of one size.
 
     Attributes:
-        chain, call: The chain, and the call that it was recorded from.
+        costs: The table of its chain.
         cuts: Those of a plan; None if a rule decides.
     """
 
-    chain: Chain
-    call: Recordable
+    costs: UnitCosts
     cuts: tuple[int, ...] | None = None
-
-    @cached_property
-    def costs(self) -> tuple[UnitCosts, ...]:
-        """Costs of the chain's units."""
-        return unit_costs(self.chain)
 
     def simulate(
         self, rule: CutRule, device: Device, schedule: SimulatedSchedule | ActionTable, *, may_cut: bool = True
@@ -87,13 +76,9 @@ class SizedStep:
                 )
             is_same = load.num_stages == rule.num_stages
             rule = replace(rule, num_stages=load.num_stages, load=load, split_points=rule.split_points if is_same else ())
-            cuts = rule.cuts(self.chain, self.call, self.costs)
+            cuts = rule.cuts(self.costs)
         kept = load.optimizer_bytes_per_byte
-        costs = stage_costs(self.chain, self.costs, cuts, device, optimizer_bytes_per_byte=kept)
-        costs = [*map(on_device, costs, load.speed_shares or [1.0] * len(costs))]
-        # A parameter that several stages use is in the memory of each.
-        states = state_weights(self.chain, self.call, kept).of_stages(cuts)
-        costs = [replace(cost, state_bytes=bytes_) for cost, bytes_ in zip(costs, states, strict=True)]
+        costs = stage_costs(self.costs, cuts, device, optimizer_bytes_per_byte=kept, speeds=load.speed_shares)
         simulation = simulate(
             costs,
             num_microbatches=load.num_microbatches,
@@ -159,20 +144,20 @@ class RecordedStep:
         return self._by_size[size]
 
     def _resized(self, step: SizedStep, size: int) -> SizedStep | None:
-        chain = step.chain.of_samples(size)
-        return None if chain is None else SizedStep(chain, step.call, step.cuts)
+        costs = step.costs.of_samples(size)
+        return None if costs is None else SizedStep(costs, step.cuts)
 
     def _trace(self, count: int) -> SizedStep:
         batch, size = first_microbatch(self._batch, count, self._rule.num_stages, self._batch_dim)
         step = StepCall.of_training(self._module, batch)
         calls = regions(self._module, step, batch_size=size, batch_dim=self._batch_dim)
         if self._plan is None:
-            return SizedStep(*open_regions(self._module, calls, rule=self._rule))
+            return SizedStep(open_regions(self._module, calls, rule=self._rule))
         first: FxPipeError | None = None
         for call in calls:
             try:
                 assignment = follow_plan(self._plan, trace_for_plan(self._module, call, self._plan))
-                return SizedStep(assignment.chain, call, assignment.cuts)
+                return SizedStep(UnitCosts(chain=assignment.chain, call=call), assignment.cuts)
             except (TraceError, PartitionError) as error:
                 first = first or error
         assert first is not None

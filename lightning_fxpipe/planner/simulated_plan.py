@@ -17,6 +17,7 @@ from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.recorded_step import RecordedStep, SizedStep, not_simulated
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run_jointly
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.actions import ActionTable, is_table_file
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named
@@ -208,8 +209,8 @@ def _planned(module: nn.Module, batch: object, rule: CutRule, batch_dim: int) ->
     assert planned.region is not None
     num_samples = count_samples(batch, rule.num_microbatches, batch_dim).num_samples
     size = plan_passes(num_samples, rule.num_microbatches)[0].size
-    sized = assignment.chain.of_samples(size) or assignment.chain
-    return planned.plan, SizedStep(sized, planned.region, assignment.cuts)
+    costs = UnitCosts(chain=assignment.chain, call=planned.region)
+    return planned.plan, SizedStep(costs.of_samples(size) or costs, assignment.cuts)
 
 
 def placement_of(simulation: Simulation) -> Placement:

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, TraceError, UnsupportedError, make_plan
-from lightning_fxpipe.planner import cut_rule
+from lightning_fxpipe.planner import measured_costs, unit_costs
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.partition import Weights
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.recompute_rule import RecomputeRule
 from lightning_fxpipe.planner.stage_costs import stage_work
-from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule
-from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.planner.unit_costs import UnitCosts
+from lightning_fxpipe.simulation.costs import StageWork
 from tests.lit import LitModel
 from tests.models import make_samples
 
@@ -60,6 +61,12 @@ def test_each_balance_cuts_elsewhere() -> None:
     assert cut["memory"] == "layers"
 
 
+def table_of(planned: Planned) -> UnitCosts:
+    assert planned.assignment is not None
+    assert planned.region is not None
+    return UnitCosts(chain=planned.assignment.chain, call=planned.region)
+
+
 def work_of(rule: CutRule) -> tuple[StageWork, ...]:
     planned = make_planned(Uneven(), torch.arange(64), rule=rule)
     assert planned.assignment is not None
@@ -74,8 +81,7 @@ def test_a_plan_tells_what_its_stages_take_where_an_order_is_made_from_it(monkey
     first, last = work_of(CutRule(num_stages=2, split_points=points, tells_work=True))
     planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=2, split_points=points))
     assert planned.assignment is not None
-    chain, cuts = planned.assignment.chain, planned.assignment.cuts
-    assert (first, last) == stage_work(chain, unit_costs(chain), cuts)
+    assert (first, last) == stage_work(table_of(planned), planned.assignment.cuts)
     assert first.forward < last.forward
     again = work_of(CutRule(num_stages=2, split_points=points, tells_work=True, recompute=RecomputeRule.of(["wide"])))
     assert again[1].kept_bytes < last.kept_bytes
@@ -83,7 +89,7 @@ def test_a_plan_tells_what_its_stages_take_where_an_order_is_made_from_it(monkey
     def failing(chain: Any) -> Any:
         raise TraceError("It does not run on tensors without data.")
 
-    monkeypatch.setattr(cut_rule, "unit_costs", failing)
+    monkeypatch.setattr(unit_costs, "unit_operators", failing)
     assert work_of(CutRule(num_stages=2, split_points=points, tells_work=True)) == ()
 
 
@@ -91,24 +97,21 @@ def test_what_was_timed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(chain: Any, num_samples: int | None = None) -> tuple[UnitSeconds, ...]:
         return tuple(UnitSeconds(1.0, 2.0 if index else 0.0, 1.0 + index) for index in range(len(chain.units)))
 
-    monkeypatch.setattr(cut_rule, "measured_seconds", measured)
+    monkeypatch.setattr(measured_costs, "measured_seconds", measured)
     found = work_of(CutRule(num_stages=2, balance="seconds", tells_work=True))
     planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=2, balance="seconds"))
     assert planned.assignment is not None
-    chain = planned.assignment.chain
-    assert found == stage_work(chain, unit_costs(chain), planned.assignment.cuts, seconds=measured(chain))
+    costs, cuts = table_of(planned), planned.assignment.cuts
+    assert found == stage_work(costs, cuts, seconds=measured(costs.chain))
 
 
 def test_memory_is_that_of_states_and_of_all_microbatches() -> None:
-    planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=1))
-    assert planned.assignment is not None
-    assert planned.region is not None
-    chain, costs = planned.assignment.chain, unit_costs(planned.assignment.chain)
+    costs = table_of(make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=1)))
     for count in (1, 8):
-        weights = CutRule(num_stages=2, balance="memory", num_microbatches=count).demands(chain, planned.region).weights
-        states = [4 * unit.parameter_bytes for unit in costs]  # all train
+        weights = CutRule(num_stages=2, balance="memory", num_microbatches=count).demands(costs).weights
+        states = [4 * 4 * unit.num_parameters for unit in costs.chain.units]  # all train
         assert isinstance(weights, Weights)
-        assert [*weights.own] == [state + count * unit.saved_bytes for state, unit in zip(states, costs, strict=True)]
+        assert [*weights.own] == [state + count * kept for state, kept in zip(states, costs.kept_bytes, strict=True)]
     assert sum(states) == 4 * 4 * sum(parameter.numel() for parameter in Uneven().parameters())
 
 
@@ -119,8 +122,7 @@ def test_no_stage_is_much_heavier_than_it_has_to_be(name: str, balance: BalanceN
     rule = CutRule(num_stages=3, balance=balance)
     planned = make_planned(LitModel(name), make_samples(name, 4), rule=rule)
     assert planned.assignment is not None
-    assert planned.region is not None
-    demands = rule.demands(planned.assignment.chain, planned.region)
+    demands = rule.demands(table_of(planned))
     weights = demands.kinds[0]
     most = max(weights.of(position, position + 1) for position in range(demands.num_units))
     assert max(demands.of_stages(planned.assignment.cuts)) <= 1.2 * max(weights.total / 3, most)
@@ -137,13 +139,9 @@ def test_what_no_call_of_the_model_uses_is_held_by_the_last_stage() -> None:
             return self.net(batch).square().mean()
 
     rule = CutRule(num_stages=2, balance="memory")
-    planned = make_planned(Ending(), torch.randn(4, WIDTH), rule=rule)
-    assert planned.assignment is not None
-    assert planned.region is not None
-    last = unit_costs(planned.assignment.chain)[-1]
-    of_units = last.parameter_bytes + 3 * last.gradient_bytes + last.saved_bytes
-    weights = rule.demands(planned.assignment.chain, planned.region).kinds[0]
-    assert weights.own[-1] == of_units + 4 * 100 * 4
+    costs = table_of(make_planned(Ending(), torch.randn(4, WIDTH), rule=rule))
+    of_unit = 4 * 4 * costs.chain.units[-1].num_parameters + costs.kept_bytes[-1]
+    assert rule.demands(costs).kinds[0].own[-1] == of_unit + 4 * 100 * 4
 
 
 def test_stages_begin_where_the_user_wants() -> None:
@@ -270,7 +268,7 @@ def test_a_device_that_is_twice_as_fast_gets_twice_as_much(balance: str) -> None
 
 
 def test_seconds_count_on_the_device_that_they_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_rule, "measured_seconds", lambda chain: [UnitSeconds(1.0, 1.0, 1.0)] * len(chain.units))
+    monkeypatch.setattr(measured_costs, "measured_seconds", lambda chain, _: [UnitSeconds(1.0, 1.0, 1.0)] * len(chain.units))
     batch = torch.randn(8, WIDTH)
     for speeds, layers in (([2, 1], [4, 8]), ([1, 2], [8, 4]), ((), [6, 6])):
         plan = make_plan(equal_layers(), batch, num_stages=2, balance="seconds", device_speeds=speeds, num_microbatches=4)
