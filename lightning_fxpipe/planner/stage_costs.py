@@ -11,12 +11,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from lightning_fxpipe.planner.assignment import Assignment
-from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.partition import Weights
 from lightning_fxpipe.planner.unit_costs import UnitCosts
+from lightning_fxpipe.simulation.by_name import simulate
 from lightning_fxpipe.simulation.costs import StageCosts, StageWork
 from lightning_fxpipe.simulation.devices import Device
+from lightning_fxpipe.simulation.simulator import Simulation
 
 _DIGITS = 4
 
@@ -77,14 +79,7 @@ def costs_of_stages(
     return stages
 
 
-def stage_costs(
-    costs: UnitCosts,
-    cuts: Sequence[int],
-    device: Device,
-    *,
-    optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
-    speeds: Sequence[float] = (),
-) -> list[StageCosts]:
+def stage_costs(costs: UnitCosts, cuts: Sequence[int], device: Device, load: Load | None = None) -> list[StageCosts]:
     """Returns the costs of stages for one microbatch on a device that is described by a few numbers.
 
     Tensors that cross several cuts go past stages that do not use them.
@@ -93,18 +88,38 @@ def stage_costs(
         costs: The table.
         cuts: Position of the last unit of each stage but the last.
         device: The fastest device.
-        optimizer_bytes_per_byte: Bytes that the optimizer keeps for each byte of a parameter that trains; for Adam 2.
-        speeds: Speed of each stage's device relative to that one; empty if all are equal.
+        load: The devices' relative speeds, and what the optimizer keeps; None: equal devices, and Adam.
     """
     chain = costs.chain
     assignment = Assignment(chain=chain, cuts=tuple(cuts)).with_skips()
     outputs = [sum(map(chain.num_bytes, assignment.boundary(stage))) for stage in range(len(cuts))]
-    units = units_as_stages(costs, costs.seconds_on(device))
-    stages = costs_of_stages(units, cuts, outputs, costs.states(optimizer_bytes_per_byte), speeds)
+    states = costs.states(ADAM_BYTES_PER_BYTE if load is None else load.optimizer_bytes_per_byte)
+    speeds = () if load is None else load.speed_shares
+    stages = costs_of_stages(units_as_stages(costs, costs.seconds_on(device)), cuts, outputs, states, speeds)
     skips: list[dict[int, float]] = [{} for _ in stages]
     for skip in assignment.skips:
         skips[skip.source][skip.destination] = skips[skip.source].get(skip.destination, 0.0) + chain.num_bytes(skip.node)
     return [replace(stage, skips=tuple(past.items())) for stage, past in zip(stages, skips, strict=True)]
+
+
+def simulate_stages(costs: UnitCosts, cuts: Sequence[int], device: Device, load: Load) -> Simulation:
+    """Simulates a step. Arguments as :func:`stage_costs`, with the schedule in ``load``.
+
+    Raises:
+        ScheduleError: There is no such schedule for these stages.
+    """
+    stages = stage_costs(costs, cuts, device, load)
+    states = [0.0] * load.num_ranks
+    for stage, cost in enumerate(stages):
+        states[load.rank_of(stage)] += cost.state_bytes
+    return simulate(
+        stages,
+        num_microbatches=load.num_microbatches,
+        schedule=load.schedule,
+        stages_per_rank=load.stages_per_rank,
+        memory_bytes=[device.memory_bytes - of_rank for of_rank in states],
+        link=device.link,
+    )
 
 
 def stage_work(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.planner.cost import build_chain
 from lightning_fxpipe.planner.fastest_cut import TimedChain
+from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.stage_costs import stage_costs, stage_work, units_as_stages
 from lightning_fxpipe.planner.unit_costs import UnitCosts
@@ -37,7 +38,7 @@ def test_two_layers_by_hand() -> None:
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 5, bias=False))
     costs = table(model, torch.randn(2, 3))
     device = Device(flops_per_second=1, bytes_per_second=float("inf"))
-    first, last = stage_costs(costs, [0], device, optimizer_bytes_per_byte=3)
+    first, last = stage_costs(costs, [0], device, Load(schedule="gpipe", num_ranks=2, optimizer_bytes_per_byte=3))
     assert (first.forward_seconds, last.forward_seconds) == (2 * 2 * 3 * 4, 2 * 2 * 4 * 5)
     # The batch trains nothing, so the first layer has no gradients for it.
     assert (first.input_backward_seconds, first.weight_backward_seconds) == (0, first.forward_seconds)
