@@ -36,13 +36,6 @@ MUTANTS = [
     ),
     Mutant(
         _PARTITION,
-        "first = begins[bisect_left(begins, firsts[last])] if firsts[last] <= begins[-1] else last + 1",
-        "first = firsts[last]",
-        (f"{_TEST_PARTITION}::test_solve_equals_brute_force",),
-        "a cut falls where none may",
-    ),
-    Mutant(
-        _PARTITION,
         "parent[i] = best.index(least, start, i)",
         "parent[i] = i - 1 - best[start:i][::-1].index(least)",
         ("planner/test_partition.py::test_ties_of_inner_cuts_go_to_the_left",),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import combinations, pairwise
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, TraceError, UnsupportedError, make_plan
 from lightning_fxpipe.planner import measured_costs, unit_costs
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.partition import Weights
 from lightning_fxpipe.planner.planning import Planned
@@ -381,3 +385,67 @@ def test_a_weight_that_two_stages_hold_counts_in_both() -> None:
     assert held_by(plan) == [40 * WIDTH + 4 * WIDTH * WIDTH] * 2
     assert make_plan(TiedEnds(), torch.arange(16), num_stages=2, balance="memory").stages[1].first_module.startswith("layers.4")
     assert max(held_by(make_plan(TiedEnds(12), torch.arange(16), num_stages=4))) <= 1.05 * (40 * WIDTH + 2 * WIDTH * WIDTH)
+
+
+# ---------------------------------------------------------------------- every weight and constraint by brute force
+
+
+@pytest.fixture(scope="module")
+def tied() -> UnitCosts:
+    rule = CutRule(num_stages=1, opened=frozenset(["layers"]))
+    costs = table_of(make_planned(TiedEnds(), torch.arange(16), rule=rule))
+    assert len(costs.chain.units) == 10
+    return costs
+
+
+def weights_of_stages(costs: UnitCosts, kept: list[int], cuts: tuple[int, ...], measure: str) -> list[float]:
+    """By the parameters of each stage, each once, and sums over its units."""
+    parameters = dict(costs.chain.traced.root.named_parameters())
+    found = []
+    for stage, (start, end) in enumerate(pairwise((0, *(cut + 1 for cut in cuts), len(costs.chain.units)))):
+        fqns = {fqn for unit in costs.chain.units[start:end] for fqn in unit.tensor_fqns}
+        held = sum(parameters[fqn].numel() for fqn in fqns)
+        flops = sum(unit.flops for unit in costs.operators[start:end])
+        memory = 4 * 4 * held + kept[stage] * sum(costs.kept_bytes[start:end])
+        found.append({"parameters": held, "flops": flops, "memory": memory}[measure])
+    return found
+
+
+@given(
+    num_stages=st.integers(1, 4),
+    balance=st.sampled_from(["parameters", "flops", "memory"]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    speeds=st.just([]) | st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=4, max_size=4),
+    pins=st.dictionaries(st.integers(0, 7), st.integers(0, 3), max_size=2),
+    memory=st.none() | st.integers(6_000, 25_000),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_weight_and_constraint_equals_brute_force(tied: UnitCosts, **drawn: Any) -> None:
+    num_stages, memory, speeds = drawn["num_stages"], drawn["memory"], tuple(drawn["speeds"][: drawn["num_stages"]])
+    pins = {layer: stage for layer, stage in drawn["pins"].items() if stage < num_stages}
+    memory_bytes = () if memory is None else (memory,) * num_stages
+    load = Load(schedule=drawn["schedule"], num_ranks=num_stages, num_microbatches=4, speeds=speeds, memory_bytes=memory_bytes)
+    stage_of = tuple((f"layers.{layer}", stage) for layer, stage in pins.items())
+    must_fit = memory is not None
+    rule = CutRule(num_stages=num_stages, balance=drawn["balance"], stage_of=stage_of, load=load, must_fit=must_fit)
+    shares = [1.0] * num_stages
+    if speeds and rule.balance != "memory":
+        shares = [speed / max(speeds) for speed in reversed(speeds)]  # rank 0 has the last stage
+    kept = [4 if load.schedule == "gpipe" else num_stages - stage for stage in range(num_stages)]
+    legal = [position for position, cost in enumerate(tied.cut_costs) if cost is not None]
+    possible = {}
+    for cuts in combinations(legal, num_stages - 1):
+        if any(bisect_left(cuts, layer + 1) != stage for layer, stage in pins.items()):
+            continue  # the embedding is the unit before the first layer
+        needs = weights_of_stages(tied, kept, cuts, "memory")
+        buffers = [*(2 * tied.chain.sites[cut].num_bytes for cut in cuts), 0]
+        if memory is None or all(need + buffer <= memory for need, buffer in zip(needs, buffers, strict=True)):
+            weights = weights_of_stages(tied, kept, cuts, rule.balance)
+            possible[cuts] = max(math.ceil(weight / share) for weight, share in zip(weights, shares, strict=True))
+    if not possible:
+        with pytest.raises(PartitionError):
+            rule.cuts(tied)
+        return
+    found = rule.cuts(tied)
+    assert found in possible
+    assert possible[found] <= min(possible.values()) + 1  # shares of whole numbers
