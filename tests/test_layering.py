@@ -51,7 +51,9 @@ WITHOUT_TORCH = {
     "planner",
     "planner.alternatives",
     "planner.plan",
-    "planner.stage_work",
+    "simulation.actions",
+    "simulation.costs",
+    "simulation.simulator",
 }
 ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {

@@ -2,19 +2,17 @@
 
 - ``plan``: the plan, as frozen data that can be printed, saved and used again.
 - ``alternatives``: what a plan was chosen from.
-- ``cost``: what nodes weigh, and what a cut would send.
-- ``granularity``: which modules are opened for a balanced partition.
+- ``cost``: a graph as a chain of units, and the tensors that cross a cut.
+- ``unit_costs``: the one table of what units cost: parameters, bytes, flops, seconds.
+- ``unit_operators``, ``measured_costs``: its columns that take a run: on tensors without data, or by a clock.
 - ``partition``: the solver.
 - ``load``: how stages will run, as far as that decides what each may hold.
-- ``weighing``: what units weigh in parameters and in memory.
 - ``pinned``: modules whose stage the user chooses.
 - ``split_points``: cuts before modules that the user names.
-- ``cut_rule``: all of these together: what is balanced, and what is asked of stages besides.
-- ``fastest_cut``: the cut that a simulated step is fastest with, for a chain whose costs are known.
-- ``timed_cut``: the same for units that have been timed.
-- ``unit_costs``, ``stage_costs``: what units compute and keep, and how long that takes on a device.
-- ``measured_costs``: how long units take on the device at hand.
-- ``stage_work``: what stages take beside each other, for an order of actions that is made from it.
+- ``cut_rule``: all of these together: the weight that is balanced, and the constraints on stages.
+- ``granularity``: which modules are opened for a balanced partition.
+- ``stage_costs``: from costs of units to costs of stages.
+- ``fastest_cut``: the cut with which a simulated step is fastest.
 - ``choice``: the schedule, the stages and the microbatches that are fastest.
 - ``recompute``: which values each stage computes for itself.
 - ``recompute_rule``: which modules' activations are computed again in the backward pass.

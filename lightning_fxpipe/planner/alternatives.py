@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
+from lightning_fxpipe.simulation.simulator import Simulation
 
 _NUM_SHOWN = 6
 
@@ -30,6 +31,26 @@ class Alternative:
     idle_share: float
     peak_bytes: int
     fits: bool
+
+    @classmethod
+    def of(cls, schedule: str, simulation: Simulation, *, fits: bool, step_seconds: float | None = None) -> Alternative:
+        """The combination of a simulated step.
+
+        Args:
+            schedule: Name of its schedule.
+            simulation: The step.
+            fits: True if each device has the memory.
+            step_seconds: Seconds of the step with what is not simulated; None: the simulation's.
+        """
+        return cls(
+            schedule=schedule,
+            stages_per_rank=len(simulation.table.stages_of(0)),
+            num_microbatches=simulation.table.num_microbatches,
+            step_seconds=simulation.seconds if step_seconds is None else step_seconds,
+            idle_share=simulation.bubble_fraction,
+            peak_bytes=round(max(simulation.peak_bytes)),
+            fits=fits,
+        )
 
 
 def alternatives_table(alternatives: tuple[Alternative, ...]) -> str:

@@ -22,6 +22,7 @@ from lightning_fxpipe.planner.recompute import Recomputation, find_recomputed
 from lightning_fxpipe.planner.reorder import bring_repeated_calls_together
 from lightning_fxpipe.pytree.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.reporting.wording import node_words
+from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.repeat import Repeat, has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
 
@@ -44,6 +45,12 @@ class Unit:
     tensor_fqns: frozenset[str]
     num_parameters: int
     is_recomputed: bool = False
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The nodes of other units that this one uses, each once."""
+        operands = (operand for node in self.nodes for operand in node.all_input_nodes)
+        return [*dict.fromkeys(operand for operand in operands if operand not in self.nodes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,16 @@ class Chain:
             return tensor_bytes(node.meta["val"])
         return math.prod(self.repeat.shape(node)) * int(node.meta["val"].dtype.itemsize)
 
+    def allows_cut(self, position: int) -> bool:
+        """True if a cut may fall after unit ``position``; a cut after a recomputed unit is the cut before it."""
+        return self.sites[position].obstacle is None and not self.units[position].is_recomputed
+
+    @cached_property
+    def unused_fqns(self) -> tuple[str, ...]:
+        """Parameters that no unit uses."""
+        used = {fqn for unit in self.units for fqn in unit.tensor_fqns}
+        return tuple(fqn for fqn, _ in self.traced.root.named_parameters() if fqn not in used)
+
     def site(self, position: int) -> CutSite:
         """The site after unit ``position``. Nothing crosses at -1: every rank has the region's inputs."""
         return self.sites[position] if position >= 0 else CutSite(position=-1, crossing=(), num_bytes=0, obstacle=None)
@@ -113,6 +130,13 @@ def canonical_fqns(root: nn.Module) -> dict[str, str]:
     for fqn, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
         names[fqn] = first.setdefault(id(tensor), fqn)
     return names
+
+
+def prelude_fqns(root: nn.Module, call: Recordable) -> tuple[str, ...]:
+    """Parameters of the modules that the step calls before the region."""
+    names = canonical_fqns(root)
+    prefixes = tuple(f"{path}." if path else "" for path in call.prelude_paths)
+    return tuple(fqn for fqn, _ in root.named_parameters() if names[fqn].startswith(prefixes)) if prefixes else ()
 
 
 def node_fqns(node: fx.Node, root: nn.Module) -> Iterable[str]:

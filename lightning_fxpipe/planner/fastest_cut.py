@@ -1,155 +1,188 @@
-"""Where to cut a chain so that a step takes the least time under a schedule.
+"""Cuts by seconds: stages that take equally long, or the cut with which a simulated step takes the least time.
 
-The lightest heaviest stage (``partition``) is not always the fastest cut: what lies before and after the heaviest stage is
-waited for, too, and a message takes time (pytorch PR 179212 has examples). So cuts are compared by simulated time.
+The lightest heaviest stage, which ``partition`` finds, is not always the fastest cut: the stages before and after it are waited
+for, too, and a message takes time (pytorch PR 179212 has examples). A step's time is no sum over units, so no dynamic programme
+minimises it. Cuts are compared by simulation instead:
 
-1. Begin from the lightest heaviest stage, and move single cuts and pairs of neighbours as long as that helps.
-2. Then look at all others, stage by stage from the first. A beginning that cannot be part of anything faster is left out, by
-   what passes at least: until a stage gets the first microbatch, while that stage works on all, and until what it gives back
-   has gone through the stages before it.
+1. Begin with the solver's cut by seconds, and move single cuts and pairs of neighbours as long as that helps.
+2. Then enumerate all others, stage by stage from the first. A beginning with a stage that alone takes a step too much time is
+   left out with all that begins so: until the stage gets the first microbatch, while it works on all, and until its last
+   gradient has gone through the stages before it.
 
-The second step is exact, and is broken off after a number of simulations: for chains of a dozen units it never is.
+The second step makes it exact. It ends after a number of simulated actions: for chains of a dozen units it never does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from lightning_fxpipe.errors import PartitionError, ScheduleError
-from lightning_fxpipe.planner.partition import Demands, Firsts, Weights, cheapest_cuts
+from lightning_fxpipe.planner.load import Load
+from lightning_fxpipe.planner.measured_costs import UnitSeconds
+from lightning_fxpipe.planner.partition import Demands, Firsts, NothingFits, Weights, cheapest_cuts
+from lightning_fxpipe.planner.pinned import no_pinned_cut
+from lightning_fxpipe.planner.stage_costs import costs_of_stages, units_as_stages
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation.actions import ActionTable
+from lightning_fxpipe.simulation.by_name import table_of
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 from lightning_fxpipe.simulation.simulator import Simulation, run_table
 
-_NO_LINK, _NO_OVERHEAD = Link(), Overhead()
-# What is simulated at most, in actions: some seconds.
-MAX_ACTIONS = 2_000_000
-_RESOLUTION = 10**6  # parts of the heaviest unit, in which the solver of whole numbers weighs
+# Of each action of the runtime: Python, and the start of a message (benchmarks/overhead.py, a tiny GPT).
+OVERHEAD = Overhead(action_seconds=1.2e-3)
+# Messages between processes of a machine: through its memory, or over NVLink or PCIe.
+_LINKS = {"cpu": Link(latency_seconds=2e-4, bytes_per_second=2e9), "cuda": Link(latency_seconds=2e-5, bytes_per_second=2e10)}
+# The two halves of a backward take longer than the whole by this share (docs/reference/schedules.md: zb_h1 beside 1f1b).
+_SPLIT_SHARE = 0.05
+_WHOLE_BACKWARDS = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
+_NANOSECONDS = 1e9
+# Actions that are simulated at most to find a faster cut: some tenths of a second.
+_MAX_ACTIONS = 20_000
+_NEVER = float("inf")
 
 MakeTable = Callable[[Sequence[StageCosts]], ActionTable]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageRules:
-    """What stages are besides the sums of their units.
-
-    Attributes:
-        shares: For each stage the speed of its device beside that of the fastest, which units' seconds are of; empty where all
-            are equal.
-        firsts: With which units each stage may begin, by its last one; empty where with any.
-        states: Bytes of the states of stages, where units have some in common; None: what the units have together.
-    """
-
-    shares: Sequence[float] = ()
-    firsts: Sequence[Firsts] = ()
-    states: Weights | None = None
-
-
-_NO_RULES = StageRules()
-
-
-@dataclass(frozen=True, kw_only=True)
-class FastestCut:
-    """A cut, and what a step takes with it.
+class TimedCut:
+    """A cut, and a simulated step with it.
 
     Attributes:
         cuts: Position of the last unit of each stage but the last.
-        simulation: Of a step.
-        is_exact: Whether no other cut is faster; else it is the best that was found.
+        simulation: The step.
     """
 
     cuts: tuple[int, ...]
     simulation: Simulation
-    is_exact: bool
 
 
-def fastest_cut(
-    units: Sequence[StageCosts],
-    cut_bytes: Sequence[float | None],
-    num_stages: int,
-    make_table: MakeTable,
-    *,
-    link: Link = _NO_LINK,
-    overhead: Overhead = _NO_OVERHEAD,
-    memory_bytes: Sequence[float] | None = None,
-    stages: StageRules = _NO_RULES,
-    max_actions: int = MAX_ACTIONS,
-) -> FastestCut:
-    """Cuts a chain into stages.
+@dataclass(frozen=True, kw_only=True)
+class TimedChain:
+    """A chain whose units have been timed, and the conditions that its stages run under.
 
-    Args:
-        units: Costs of each unit, for one microbatch; its ``output_bytes`` do not count.
-        cut_bytes: What crosses a cut after each unit but the last; None where no cut is allowed.
+    Attributes:
+        units: Costs of each unit for one microbatch on the fastest device; their ``output_bytes`` do not count.
+        cut_bytes: Bytes that cross the cut after each unit but the last; None where no cut may fall.
         num_stages: Number of stages.
-        make_table: The schedule for given stages.
-        link, overhead: As :func:`~lightning_fxpipe.simulation.simulator.run_table`.
-        memory_bytes: What each rank has for states and activations; None for no limit.
-        stages: What stages are besides the sums of their units.
-        max_actions: After how many simulated actions the search ends.
-
-    Raises:
-        PartitionError: There are fewer legal cuts than needed, or none was found that fits into the memory.
-        ScheduleError: There is no such schedule for any cut.
-        NothingFits: No stages begin where ``stages`` allows it.
+        make_table: Makes the schedule for given stages.
+        link, overhead: As for :func:`~lightning_fxpipe.simulation.simulator.run_table`.
+        memory_bytes: Memory of each rank for states and activations; None for no limit.
+        speeds: For each stage the speed of its device relative to the fastest; empty if all are equal.
+        firsts: With which units each stage may begin, by its last one; empty where with any.
+        states: Bytes of the units' states, where units share some; None: those of ``units``.
     """
-    search = _Search(tuple(units), tuple(cut_bytes), num_stages, make_table, link, overhead, memory_bytes, stages, max_actions)
-    most = max((_seconds(unit) for unit in units), default=0.0) or 1.0
-    weights = Weights(tuple(round(_seconds(unit) / most * _RESOLUTION) for unit in units))
-    costs = [None if num_bytes is None else round(num_bytes) for num_bytes in cut_bytes]
-    search.descend(cheapest_cuts(Demands(weights, costs, num_stages, stages.shares, stages.firsts)))
-    is_exact = search.look_at_all()
-    if search.best is None and search.refused is not None:
-        raise search.refused
-    if search.best is None:
-        raise PartitionError(
-            f"No partition into {num_stages} stages fits in memory.",
-            observed=f"{', '.join(human_bytes(peak) for peak in search.closest)} with the closest partition",
-            expected=f"at most {', '.join(human_bytes(limit) for limit in memory_bytes or ())}",
-            todo="Use more microbatches or devices, a schedule that needs less memory, or activation checkpointing.",
+
+    units: Sequence[StageCosts]
+    cut_bytes: Sequence[float | None]
+    num_stages: int
+    make_table: MakeTable
+    link: Link = Link()
+    overhead: Overhead = Overhead()
+    memory_bytes: Sequence[float] | None = None
+    speeds: Sequence[float] = ()
+    firsts: Sequence[Firsts] = ()
+    states: Weights | None = None
+
+    @classmethod
+    def of(cls, costs: UnitCosts, seconds: Sequence[UnitSeconds], load: Load, firsts: Sequence[Firsts] = ()) -> TimedChain:
+        """The chain of a table under a load.
+
+        Args:
+            costs: The table.
+            seconds: Of its units on rank 0's device, for a microbatch of the load.
+            load: How the stages will run.
+            firsts: See :attr:`firsts`.
+        """
+        chain, schedule = costs.chain, load.schedule
+        link = _LINKS.get(chain.traced.device.type, _LINKS["cpu"])
+        splits = schedule.is_split if isinstance(schedule, ActionTable) else schedule not in _WHOLE_BACKWARDS
+        on_fastest = load.speeds[0] / max(load.speeds) if load.speeds else 1.0
+
+        def make_table(stages: Sequence[StageCosts]) -> ActionTable:
+            if isinstance(schedule, ActionTable):
+                return schedule
+            return table_of(schedule, stages, load.num_microbatches, load.stages_per_rank, link=link)
+
+        return cls(
+            units=units_as_stages(costs, [_on_device(each, on_fastest, splits=splits) for each in seconds], load.scale),
+            cut_bytes=[site.num_bytes * load.scale if chain.allows_cut(site.position) else None for site in chain.sites[:-1]],
+            num_stages=load.num_stages,
+            make_table=make_table,
+            link=link,
+            overhead=OVERHEAD,
+            memory_bytes=load.in_pipeline(load.memory_bytes) or None,
+            speeds=load.speed_shares,
+            firsts=firsts,
+            states=costs.states(load.optimizer_bytes_per_byte),
         )
-    return FastestCut(cuts=search.best[0], simulation=search.best[1], is_exact=is_exact)
+
+    def balanced(self) -> TimedCut:
+        """Returns the cut whose stages take equally long on their devices, as far as they can.
+
+        Raises:
+            PartitionError: There are fewer legal cuts than needed, or modules cannot be in the stages assigned to them.
+            ScheduleError: There is no such schedule.
+        """
+        cuts = self._balanced_cuts
+        return TimedCut(cuts=cuts, simulation=self.simulate(cuts))
+
+    def fastest(self, max_actions: int = _MAX_ACTIONS) -> TimedCut:
+        """Returns the cut with which a simulated step is fastest and fits the memory; the best one found if the search ends.
+
+        Args:
+            max_actions: Number of simulated actions after which the search ends.
+
+        Raises:
+            PartitionError: As :meth:`balanced`, or no cut was found that fits.
+            ScheduleError: There is no such schedule for any cut.
+        """
+        search = _Search(self, max_actions)
+        search.descend(self._balanced_cuts)
+        search.enumerate_others()
+        if search.best is None and search.refused is not None:
+            raise search.refused
+        if search.best is None:
+            raise PartitionError(
+                f"No partition into {self.num_stages} stages fits in memory.",
+                observed=f"{', '.join(human_bytes(peak) for peak in search.closest)} with the closest partition",
+                expected=f"at most {', '.join(human_bytes(limit) for limit in self.memory_bytes or ())}",
+                todo="Use more microbatches or devices, a schedule that needs less memory, or activation checkpointing.",
+            )
+        return search.best
+
+    def simulate(self, cuts: tuple[int, ...]) -> Simulation:
+        """Simulates a step. Raises :class:`ScheduleError` if there is no schedule for these stages."""
+        outputs = [self.cut_bytes[cut] or 0.0 for cut in cuts]
+        stages = costs_of_stages(self.units, cuts, outputs, self.states, self.speeds)
+        return run_table(self.make_table(stages), stages, link=self.link, overhead=self.overhead)
+
+    def may_begin(self, cuts: tuple[int, ...]) -> bool:
+        """True if each stage between cuts begins where it may."""
+        stages = pairwise((-1, *cuts, len(self.units) - 1))
+        return all(firsts[end] <= before + 1 for firsts, (before, end) in zip(self.firsts, stages, strict=False))
+
+    @cached_property
+    def legal(self) -> list[int]:
+        """Where a cut may fall."""
+        return [position for position, num_bytes in enumerate(self.cut_bytes) if num_bytes is not None]
+
+    @cached_property
+    def _balanced_cuts(self) -> tuple[int, ...]:
+        weights = Weights(tuple(round(_NANOSECONDS * _seconds(unit)) for unit in self.units))
+        costs = [None if num_bytes is None else round(num_bytes) for num_bytes in self.cut_bytes]
+        try:
+            return cheapest_cuts(Demands(weights, costs, self.num_stages, self.speeds, self.firsts))
+        except NothingFits:
+            raise no_pinned_cut() from None
 
 
-def merged(units: Sequence[StageCosts], output_bytes: float) -> StageCosts:
-    """The costs of a stage of these units."""
-    return StageCosts(
-        forward_seconds=sum(unit.forward_seconds for unit in units),
-        input_backward_seconds=sum(unit.input_backward_seconds for unit in units),
-        weight_backward_seconds=sum(unit.weight_backward_seconds for unit in units),
-        activation_bytes=sum(unit.activation_bytes for unit in units),
-        weight_bytes=sum(unit.weight_bytes for unit in units),
-        output_bytes=output_bytes,
-        state_bytes=sum(unit.state_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
-    )
-
-
-def costs_of_stages(
-    units: Sequence[StageCosts], cut_bytes: Sequence[float | None], cuts: Sequence[int], rules: StageRules = _NO_RULES
-) -> list[StageCosts]:
-    """The costs of the stages between cuts. Arguments as :func:`fastest_cut`."""
-    bounds = [0, *(cut + 1 for cut in cuts), len(units)]
-    outputs = [*(cut_bytes[cut] or 0.0 for cut in cuts), 0.0]
-    stages = [merged(units[start:end], output) for start, end, output in zip(bounds, bounds[1:], outputs, strict=False)]
-    if rules.states is not None:
-        states = rules.states.of_stages(cuts)
-        stages = [replace(stage, state_bytes=float(state)) for stage, state in zip(stages, states, strict=True)]
-    if rules.shares:
-        stages = [on_device(stage, share) for stage, share in zip(stages, rules.shares, strict=True)]
-    return stages
-
-
-def on_device(stage: StageCosts, speed: float) -> StageCosts:
-    """A stage's costs on a device that is so fast, in proportion to the one that they are of."""
-    return replace(
-        stage,
-        forward_seconds=stage.forward_seconds / speed,
-        input_backward_seconds=stage.input_backward_seconds / speed,
-        weight_backward_seconds=stage.weight_backward_seconds / speed,
-    )
+def _on_device(unit: UnitSeconds, factor: float, *, splits: bool) -> UnitSeconds:
+    inputs, weights = factor * unit.input_backward, factor * unit.weight_backward
+    return UnitSeconds(factor * unit.forward, inputs, weights + _SPLIT_SHARE * (inputs + weights) if splits else weights)
 
 
 def _seconds(unit: StageCosts) -> float:
@@ -157,144 +190,105 @@ def _seconds(unit: StageCosts) -> float:
 
 
 class _Search:
-    """The best cut so far, and what has been looked at."""
+    """A search for the fastest cut.
 
-    def __init__(
-        self,
-        units: tuple[StageCosts, ...],
-        cut_bytes: tuple[float | None, ...],
-        num_stages: int,
-        make_table: MakeTable,
-        link: Link,
-        overhead: Overhead,
-        memory_bytes: Sequence[float] | None,
-        rules: StageRules,
-        max_actions: int,
-    ) -> None:
-        self.best: tuple[tuple[int, ...], Simulation] | None = None
+    Attributes:
+        best: The fastest cut so far that fits.
+        closest: Peaks of memory of the ranks with the cut that comes closest to fitting.
+        refused: Why there is no schedule for a cut.
+    """
+
+    def __init__(self, chain: TimedChain, max_actions: int) -> None:
+        self.best: TimedCut | None = None
         self.closest: tuple[float, ...] = ()
-        self.refused: ScheduleError | None = None  # why there is no schedule for a cut
-        self._units, self._cut_bytes, self._num_stages = units, cut_bytes, num_stages
-        self._make_table, self._link, self._overhead, self._memory = make_table, link, overhead, memory_bytes
-        self._rules, self._max_actions = rules, max_actions
-        self._legal = [position for position, num_bytes in enumerate(cut_bytes) if num_bytes is not None]
+        self.refused: ScheduleError | None = None
+        self._chain, self._actions_left = chain, max_actions
         self._seen: dict[tuple[int, ...], float] = {}
-        self._num_actions = 0
         # Sums over the first units: forwards, backwards of inputs, all.
-        self._forwards = [0.0, *accumulate(unit.forward_seconds for unit in units)]
-        self._inputs = [0.0, *accumulate(unit.input_backward_seconds for unit in units)]
-        self._all = [0.0, *accumulate(map(_seconds, units))]
-
-    # ------------------------------------------------------------------ simulation
+        self._forwards = [0.0, *accumulate(unit.forward_seconds for unit in chain.units)]
+        self._inputs = [0.0, *accumulate(unit.input_backward_seconds for unit in chain.units)]
+        self._all = [0.0, *accumulate(map(_seconds, chain.units))]
 
     def seconds(self, cuts: tuple[int, ...]) -> float:
-        """Of a step with these cuts; infinite where they do not fit into the memory."""
+        """Seconds of a step with these cuts; infinite if they are not allowed or do not fit."""
         if cuts not in self._seen:
-            if not self._may_begin(cuts):
-                self._seen[cuts] = float("inf")
-                return self._seen[cuts]
-            stages = costs_of_stages(self._units, self._cut_bytes, cuts, self._rules)
-            try:
-                table = self._make_table(stages)
-            except ScheduleError as error:
-                self.refused, self._seen[cuts] = error, float("inf")
-                return self._seen[cuts]
-            found = run_table(table, stages, link=self._link, overhead=self._overhead)
-            self._num_actions += len(table.actions)
-            excess = self._excess(found)
-            self._seen[cuts] = float("inf") if excess > 0 else found.seconds
-            if excess <= 0 and (self.best is None or found.seconds < self.best[1].seconds):
-                self.best = cuts, found
+            self._seen[cuts] = self._simulated(cuts) if self._chain.may_begin(cuts) else _NEVER
         return self._seen[cuts]
 
-    def _may_begin(self, cuts: tuple[int, ...]) -> bool:
-        ends = [*cuts, len(self._units) - 1]
-        begins = [0, *(cut + 1 for cut in cuts)]
-        return all(firsts[end] <= begin for firsts, begin, end in zip(self._rules.firsts, begins, ends, strict=False))
+    def _simulated(self, cuts: tuple[int, ...]) -> float:
+        try:
+            found = self._chain.simulate(cuts)
+        except ScheduleError as error:
+            self.refused = error
+            return _NEVER
+        self._actions_left -= len(found.table.actions)
+        if self._excess(found.peak_bytes) > 0:
+            if not self.closest or self._excess(found.peak_bytes) < self._excess(self.closest):
+                self.closest = found.peak_bytes
+            return _NEVER
+        if self.best is None or found.seconds < self.best.simulation.seconds:
+            self.best = TimedCut(cuts=cuts, simulation=found)
+        return found.seconds
 
-    def _excess(self, simulation: Simulation) -> float:
+    def _excess(self, peaks: Sequence[float]) -> float:
         """How much more memory the rank that lacks most would need."""
-        if self._memory is None:
-            return 0.0
-        excess = max(peak - limit for peak, limit in zip(simulation.peak_bytes, self._memory, strict=True))
-        if not self.closest or excess < max(peak - limit for peak, limit in zip(self.closest, self._memory, strict=True)):
-            self.closest = simulation.peak_bytes
-        return excess
-
-    @property
-    def is_over(self) -> bool:
-        """Whether enough has been simulated."""
-        return self._num_actions > self._max_actions
+        limits = self._chain.memory_bytes
+        return 0.0 if limits is None else max(peak - limit for peak, limit in zip(peaks, limits, strict=True))
 
     # ------------------------------------------------------------------ step 1
 
     def descend(self, cuts: tuple[int, ...]) -> None:
         """Moves cuts as long as that helps."""
         current = self.seconds(cuts)
-        while not self.is_over:
+        while self._actions_left >= 0:
             better = next((other for other in self._neighbours(cuts) if self.seconds(other) < current), None)
             if better is None:
                 return
             cuts, current = better, self.seconds(better)
 
     def _neighbours(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        places = [self._legal.index(cut) for cut in cuts]
+        legal = self._chain.legal
+        places = [legal.index(cut) for cut in cuts]
         for width in (1, 2):
             for first in range(len(places) - width + 1):
                 for step in (-1, 1, -2, 2):
                     moved = [place + step * (first <= index < first + width) for index, place in enumerate(places)]
-                    is_legal = moved[0] >= 0 and moved[-1] < len(self._legal)
-                    if is_legal and all(one < other for one, other in zip(moved, moved[1:], strict=False)):
-                        yield tuple(self._legal[place] for place in moved)
+                    if moved[0] >= 0 and moved[-1] < len(legal) and all(one < other for one, other in pairwise(moved)):
+                        yield tuple(legal[place] for place in moved)
 
     # ------------------------------------------------------------------ step 2
 
-    def look_at_all(self) -> bool:
-        """Looks at all cuts that could be faster; returns whether it has come to the end. With several stages on a rank it does
-        not begin: what passes at least is known of ranks with one."""
-        has_several = self.best is not None and self.best[1].table.num_ranks < self._num_stages
-        return not has_several and self._look_at((), 0.0)
+    def enumerate_others(self) -> None:
+        """Simulates all cuts that could be faster. Not with several stages on a rank: the bound is of ranks with one."""
+        if self.best is None or self.best.simulation.table.num_ranks == self._chain.num_stages:
+            self._enumerate(())
 
-    def _look_at(self, cuts: tuple[int, ...], least: float) -> bool:
-        """Looks at all that begin with these cuts, which take at least so long."""
-        begin = cuts[-1] + 1 if cuts else 0
-        left = self._num_stages - len(cuts)
+    def _enumerate(self, cuts: tuple[int, ...]) -> None:
+        """Simulates those that begin with these cuts."""
+        begin, left = (cuts[-1] + 1 if cuts else 0), self._chain.num_stages - len(cuts)
         if left == 1:
-            if self._could_help(max(least, self._least_of(len(cuts), begin, len(self._units)))):
+            if self._could_help(len(cuts), begin, len(self._chain.units)):
                 self.seconds(cuts)
-            return not self.is_over
-        for cut in self._legal:
-            if cut < begin or len(self._legal) - self._legal.index(cut) < left - 1:
-                continue
-            of_stage = self._least_of(len(cuts), begin, cut + 1)
-            if not self._could_help(of_stage):
-                break  # it only grows
-            of_rest = self._least_of_rest(len(cuts) + 1, cut + 1)
-            if self._could_help(max(least, of_stage, of_rest)) and not self._look_at((*cuts, cut), max(least, of_stage)):
-                return False
-        return not self.is_over
+            return
+        legal = [cut for cut in self._chain.legal if cut >= begin]
+        for cut in legal[: len(legal) - left + 2]:
+            if self._actions_left < 0 or not self._could_help(len(cuts), begin, cut + 1):
+                return  # a longer stage takes longer
+            self._enumerate((*cuts, cut))
 
-    def _could_help(self, least: float) -> bool:
-        return self.best is None or least + self._overhead.step_seconds < self.best[1].seconds * (1 - 1e-12)
-
-    def _least_of(self, stage: int, start: int, end: int) -> float:
-        """What a step takes at least where these units are that stage."""
-        forward, inputs = self._forwards[end] - self._forwards[start], self._inputs[end] - self._inputs[start]
-        return self._least(stage, start, forward + inputs, self._all[end] - self._all[start])
-
-    def _least_of_rest(self, stage: int, start: int) -> float:
-        """What a step takes at least where that stage and those after it share all units from here on."""
-        return self._least(stage, start, 0.0, (self._all[-1] - self._all[start]) / (self._num_stages - stage))
-
-    def _least(self, stage: int, start: int, urgent: float, work: float) -> float:
+    def _could_help(self, stage: int, start: int, end: int) -> bool:
+        """True if a step may be faster than the best in which the units from ``start`` on before ``end`` are that stage."""
         if self.best is None:
-            return 0.0
-        table, fixed, latency = self.best[1].table, self._overhead.action_seconds, self._link.latency_seconds
-        count = table.num_microbatches
-        arrival = self._forwards[start] + stage * (fixed + latency)
+            return True
+        table, pause = self.best.simulation.table, self._chain.overhead.action_seconds
+        work, count = self._all[end] - self._all[start], table.num_microbatches
+        way = stage * (pause + self._chain.link.latency_seconds)  # through the stages before it, beside their work
+        least = self._forwards[start] + way
         if table.is_split:
             # Gradients of weights may come last, while those of inputs go back.
-            back = self._inputs[start] + stage * (fixed + latency)
-            return arrival + max(count * (work + 3 * fixed), count * (urgent + 2 * fixed) + back if urgent else 0.0)
-        back = self._all[start] - self._forwards[start] + stage * (fixed + latency)
-        return arrival + count * (work + 2 * fixed) + back
+            urgent = self._forwards[end] - self._forwards[start] + self._inputs[end] - self._inputs[start]
+            back = count * (urgent + 2 * pause) + self._inputs[start] + way if urgent else 0.0
+            least += max(count * (work + 3 * pause), back)
+        else:
+            least += count * (work + 2 * pause) + self._all[start] - self._forwards[start] + way
+        return least + self._chain.overhead.step_seconds < self.best.simulation.seconds * (1 - 1e-12)

@@ -1,61 +1,48 @@
-"""How far a region is opened: as little as a good partition needs. What its units weigh, and what each cut costs."""
+"""How far a region is opened: as little as a good partition needs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 from torch import nn
 
 from lightning_fxpipe.planner.cost import Chain, build_chain
+from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.partition import Demands, NothingFits, Weights, cheapest_cuts, lightest_maximum
-from lightning_fxpipe.planner.weighing import parameter_weights
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.trace import TracedRegion
 
-# A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
+# A plan is good enough if its heaviest stage is within this factor of the lower bound.
 GOOD_ENOUGH = 1.05
-# Into so many parts what can be opened is cut for each stage, to see where cuts would fall.
+# Number of parts for each stage into which modules that can be opened are cut, to find where cuts would fall.
 _PARTS_PER_STAGE = 40
 
 
-def open_until_balanced(
-    trace: Callable[..., TracedRegion],
-    root: nn.Module,
-    call: Recordable,
-    num_stages: int,
-    demands: Callable[[Chain, Recordable], Demands] | None = None,
-    opened: Collection[str] = (),
-) -> Chain:
+def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, rule: CutRule) -> UnitCosts:
     """Traces at the coarsest granularity whose best partition is good enough.
 
     Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
     where a cut may have to fall inside: first those that lie across an ideal cut, then all that are heavy, until the heaviest
-    stage is within :data:`GOOD_ENOUGH` of the lower bound or nothing heavy is left to open.
+    stage is within :data:`GOOD_ENOUGH` of the lower bound or nothing heavy is left to open. With split points nothing else is
+    opened.
 
     Args:
         trace: Traces the call; its further arguments are those of ``trace_region`` of ``tracing.trace``.
         root: The module that paths are relative to.
-        call, num_stages: The call, and how many stages it gets.
-        demands: Gives what is asked of the stages of a chain; None: equally many parameters.
-        opened: Modules that have to be open whatever they weigh.
+        call: The call.
+        rule: The rule by which it is cut.
     """
-    open_now = {*opened} if demands else {*opened} | _too_heavy(root, num_stages)
-    demands = demands or partial(equal_parameters, num_stages)
+    opened = {*rule.has_to_be_open(root)} | (_too_heavy(root, rule.num_stages) if rule.is_by_parameters else set())
     while True:
-        chain = build_chain(trace(opened=open_now, check=False))
-        candidates = _worth_opening(chain, demands(chain, call), open_now)
+        costs = UnitCosts(chain=build_chain(trace(opened=opened, check=False)), call=call)
+        candidates = set() if rule.split_points else _worth_opening(costs.chain, rule.demands(costs), opened)
         if not candidates:
-            return chain
-        open_now |= candidates
-
-
-def equal_parameters(num_stages: int, chain: Chain, call: Recordable) -> Demands:
-    """Stages of equally many parameters."""
-    return Demands(parameter_weights(chain, call), cut_costs(chain), num_stages)
+            return costs
+        opened |= candidates
 
 
 def _too_heavy(root: nn.Module, num_stages: int) -> set[str]:
@@ -169,23 +156,3 @@ def _of_parts(demands: Demands, openable: Collection[int]) -> Ideal:
 def _can_open(traced: TracedRegion, path: str, opened: Collection[str]) -> bool:
     module = traced.root.get_submodule(path)
     return path not in opened and path not in traced.kept_whole and next(module.children(), None) is not None
-
-
-def cut_costs(chain: Chain) -> list[int | None]:
-    """Bytes that a cut makes move: the tensors that cross it, and the gradients of parameters that both sides use."""
-    sizes = {fqn: p.numel() * p.dtype.itemsize for fqn, p in chain.traced.root.named_parameters()}
-    first_use: dict[str, int] = {}
-    last_use: dict[str, int] = {}
-    for position, unit in enumerate(chain.units):
-        for fqn in unit.tensor_fqns & sizes.keys():
-            first_use.setdefault(fqn, position)
-            last_use[fqn] = position
-    changes = [0] * len(chain.units)  # of the bytes that both sides of a cut use, from one place to the next
-    for fqn, first in first_use.items():
-        changes[first] += sizes[fqn]
-        changes[last_use[fqn]] -= sizes[fqn]
-    costs: list[int | None] = []
-    for unit, site, shared in zip(chain.units[:-1], chain.sites[:-1], [*accumulate(changes)][:-1], strict=True):
-        # A cut after a recomputed unit is the cut before it.
-        costs.append(None if site.obstacle or unit.is_recomputed else site.num_bytes + shared)
-    return costs

@@ -6,26 +6,28 @@ those that fit the memory the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import nn
 
 from lightning_fxpipe.errors import PartitionError, ScheduleError
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.assignment import Assignment
-from lightning_fxpipe.planner.choice import possible_counts
+from lightning_fxpipe.planner.choice import Combination, combinations, possible_counts
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import opened_by_a_cut
 from lightning_fxpipe.planner.recorded_step import RecordedStep
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
+from lightning_fxpipe.planner.stage_costs import simulate_stages
 from lightning_fxpipe.planner.step_plan import check_rule, make_planned, make_rule
 from lightning_fxpipe.reporting.messages import inform, telling, went_on
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, stages_of_ranks
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named
 from lightning_fxpipe.simulation.costs import Link
 from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
@@ -185,7 +187,9 @@ def compare_layouts(
         UnsupportedError, TraceError: As :func:`~lightning_fxpipe.planner.simulated_plan.simulate_plan`.
     """
     points = () if plan is not None else tuple(split_points)
-    options = _Options(
+    comparing = _Comparing(
+        module=module,
+        batch=example_batch,
         num_devices=num_devices,
         device=device,
         replica_link=device.link if replica_link is None else replica_link,
@@ -195,36 +199,41 @@ def compare_layouts(
         shares_out=shard_optimizer_state,
         batch_dim=batch_dim,
         balances=_BALANCES if balance is None else (balance,),
-        split_points=points,
-        stage_of={} if plan is not None else stage_of,
-        device_speeds=device_speeds,
-        device_memory_gib=device_memory_gib,
+        make_rule=partial(
+            make_rule,
+            split_points=points,
+            stage_of={} if plan is not None else stage_of,
+            device_speeds=device_speeds,
+            device_memory_gib=device_memory_gib,
+        ),
         plan=plan,
         num_stages=plan.num_stages if plan is not None else len(points) + 1 if points else None,
     )
-    comparing = _Comparing(module, example_batch, options)
     layouts, refused = comparing.layouts()
     return LayoutComparison(
         num_devices=num_devices,
-        num_samples=comparing.num_samples,
+        num_samples=comparing.step.num_samples,
         layouts=tuple(layouts),
         refused=tuple(refused),
-        plan=comparing.plan(layouts[0]),
+        plan=comparing.plan_for(layouts[0]),
         device=device,
-        replica_link=options.replica_link,
-        shares_out=options.shares_out,
+        replica_link=comparing.replica_link,
+        shares_out=shard_optimizer_state,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """Options that all layouts share; see :func:`compare_layouts`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Comparing:
+    """Simulates the layouts of a module; see :func:`compare_layouts`.
 
     Attributes:
         balances: Those to try, one after the other, until something fits.
+        make_rule: Makes the rule for a layout, from what differs between layouts.
         num_stages: Of all layouts; None for any.
     """
 
+    module: nn.Module
+    batch: object
     num_devices: int
     device: Device
     replica_link: Link
@@ -234,70 +243,35 @@ class _Options:
     shares_out: bool
     batch_dim: int
     balances: tuple[LayoutBalanceName, ...]
-    split_points: tuple[str, ...]
-    stage_of: Mapping[str, int]
-    device_speeds: Sequence[float]
-    device_memory_gib: float | Sequence[float]
+    make_rule: Callable[..., CutRule]
     plan: PartitionPlan | None
     num_stages: int | None
 
-    def schedules_on(self, num_ranks: int) -> tuple[SimulatedSchedule, ...]:
-        """Schedules that are possible with the number of stages. On one device several stages only change the memory."""
-        if self.num_stages is not None:
-            return tuple(name for name in self.schedules if self.stages_on(name, num_ranks) * num_ranks == self.num_stages)
-        one_each = tuple(name for name in self.schedules if self.stages_on(name, num_ranks) == 1)
-        return self.schedules if num_ranks > 1 else one_each or self.schedules
-
-    def stages_on(self, schedule: SimulatedSchedule, num_ranks: int) -> int:
-        """Stages that each device has with a schedule."""
-        return len(stages_of_ranks(schedule, num_ranks)[0])
-
-    def rule(self, num_ranks: int, schedule: SimulatedSchedule, num_microbatches: int, balance: LayoutBalanceName) -> CutRule:
-        """Returns the rule by which a layout is cut."""
-        kept = self.optimizer_bytes_per_byte / (self.num_devices // num_ranks if self.shares_out else 1)
-        return make_rule(
-            num_stages=num_ranks * self.stages_on(schedule, num_ranks),
-            num_devices=num_ranks,
-            balance=balance,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            optimizer_bytes_per_byte=kept,
-            split_points=self.split_points,
-            stage_of=self.stage_of,
-            device_speeds=self.device_speeds,
-            device_memory_gib=self.device_memory_gib,
-        )
-
-
-class _Comparing:
-    """Simulates the layouts of a module; see :func:`compare_layouts`."""
-
-    def __init__(self, module: nn.Module, batch: object, options: _Options) -> None:
-        self._module, self._batch, self._options = module, batch, options
-        self._ranks = [count for count in range(1, options.num_devices + 1) if options.num_devices % count == 0]
+    @cached_property
+    def step(self) -> RecordedStep:
+        """The step, which is opened for the most stages of all layouts."""
         rules = [
-            options.rule(num_ranks, schedule, 1, options.balances[0])
+            self._rule(num_ranks, each, self.balances[0])
             for num_ranks in self._ranks
-            for schedule in options.schedules_on(num_ranks)
+            for each in self._combinations(num_ranks, (1,))
         ]
         if not rules:
             raise PartitionError(
                 "No parallel layout has the requested number of stages.",
-                observed=f"{options.num_stages} stages and {options.num_devices} devices",
+                observed=f"{self.num_stages} stages and {self.num_devices} devices",
                 expected="a number of devices over which the stages can be distributed, and a schedule for it",
                 todo="Change num_devices or the schedules.",
             )
-        most = max(rules, key=lambda rule: rule.num_stages)
-        self._step = RecordedStep(module, batch, most, batch_dim=options.batch_dim, plan=options.plan)
-        self.num_samples = self._step.num_samples
-        self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
+        rule = max(rules, key=lambda rule: rule.num_stages)
+        return RecordedStep(self.module, self.batch, rule, batch_dim=self.batch_dim, plan=self.plan)
 
     def layouts(self) -> tuple[list[Layout], list[tuple[int, str]]]:
         """The fastest for each number of devices of a pipeline, the best first; and those that there are not."""
         found: list[Layout] = []
         refused: list[tuple[int, str]] = []
         failure: PartitionError | None = None
-        num_steps = sum(len(self._counts(ranks)) * len(self._options.schedules_on(ranks)) for ranks in self._ranks)
+        _ = self.step  # whose errors are of all layouts
+        num_steps = sum(len(self._combinations(num_ranks)) for num_ranks in self._ranks)
         with telling("Simulating all combinations of stages and replicas", total=num_steps):
             for index, num_ranks in enumerate(self._ranks, 1):
                 try:
@@ -312,16 +286,15 @@ class _Comparing:
         return sorted(found, key=lambda layout: layout.order), refused
 
     def _layout(self, num_ranks: int) -> Layout:
-        options, found = self._options, list[Layout]()
+        found = list[Layout]()
         failure: PartitionError | None = None
-        for balance in options.balances:
-            for count in self._counts(num_ranks):
-                for schedule in options.schedules_on(num_ranks):
-                    try:
-                        found.append(self._simulated(num_ranks, schedule, count, balance))
-                    except (ScheduleError, PartitionError) as error:
-                        failure = error if isinstance(error, PartitionError) and failure is None else failure
-                    went_on()
+        for balance in self.balances:
+            for combination in self._combinations(num_ranks):
+                try:
+                    found.append(self._simulated(num_ranks, combination, balance))
+                except (ScheduleError, PartitionError) as error:
+                    failure = error if isinstance(error, PartitionError) and failure is None else failure
+                went_on()
             if any(layout.chosen.fits for layout in found) or num_ranks == 1:
                 break
         if not found:
@@ -333,50 +306,63 @@ class _Comparing:
         fitting = [layout for layout in found if layout.chosen.fits]
         return min(fitting, key=lambda one: one.order) if fitting else min(found, key=lambda one: one.chosen.peak_bytes)
 
-    def _simulated(
-        self, num_ranks: int, schedule: SimulatedSchedule, num_microbatches: int, balance: LayoutBalanceName
-    ) -> Layout:
-        options, num_replicas = self._options, self._options.num_devices // num_ranks
-        rule = options.rule(num_ranks, schedule, num_microbatches, balance)
-        check_rule(rule, self._module)
-        step = self._step.of_microbatches(num_microbatches)
-        simulation, cuts = step.simulate(rule, options.device, schedule)
-        self._cuts[num_ranks, schedule, num_microbatches, balance] = cuts
-        seconds = simulation.seconds_of_replicas(num_replicas, options.replica_link, shares_out=options.shares_out)
-        peak_bytes = max(simulation.peak_bytes)
+    def _simulated(self, num_ranks: int, combination: Combination, balance: LayoutBalanceName) -> Layout:
+        num_replicas = self.num_devices // num_ranks
+        rule = self._rule(num_ranks, combination, balance)
+        check_rule(rule, self.module)
+        assert rule.load is not None
+        step = self.step.of_microbatches(combination.num_microbatches)
+        simulation = simulate_stages(step.costs, step.cuts(rule), self.device, rule.load)
+        seconds = simulation.seconds_of_replicas(num_replicas, self.replica_link, shares_out=self.shares_out)
+        fits = max(simulation.peak_bytes) <= self.device.memory_bytes
         return Layout(
             num_ranks=num_ranks,
             num_replicas=num_replicas,
-            chosen=Alternative(
-                schedule=schedule,
-                stages_per_rank=len(simulation.table.stages_of(0)),
-                num_microbatches=num_microbatches,
-                step_seconds=seconds,
-                idle_share=simulation.bubble_fraction,
-                peak_bytes=round(peak_bytes),
-                fits=peak_bytes <= options.device.memory_bytes,
-            ),
+            chosen=Alternative.of(combination.schedule, simulation, fits=fits, step_seconds=seconds),
             reduce_seconds=seconds - simulation.seconds,
-            samples_per_second=num_replicas * self.num_samples / seconds,
+            samples_per_second=num_replicas * self.step.num_samples / seconds,
             balance=balance,
             simulation=simulation,
         )
 
-    def plan(self, layout: Layout) -> PartitionPlan:
-        """The plan for a layout."""
-        options, chosen, count = self._options, layout.chosen, layout.chosen.num_microbatches
-        if options.plan is not None:
-            return replace(options.plan, alternatives=(chosen,))
-        schedule = cast(SimulatedSchedule, chosen.schedule)
-        rule = options.rule(layout.num_ranks, schedule, count, layout.balance)
-        cuts = self._cuts[layout.num_ranks, schedule, count, layout.balance]
-        opened = opened_by_a_cut(Assignment(chain=self._step.of_microbatches(count).chain, cuts=cuts))
+    def plan_for(self, layout: Layout) -> PartitionPlan:
+        """Returns the plan for a layout."""
+        chosen, count = layout.chosen, layout.chosen.num_microbatches
+        if self.plan is not None:
+            return replace(self.plan, alternatives=(chosen,))
+        rule = self._rule(layout.num_ranks, chosen, layout.balance)
+        step = self.step.of_microbatches(count)
+        opened = opened_by_a_cut(Assignment(chain=step.costs.chain, cuts=step.cuts(rule)))
         rule = replace(rule, opened=frozenset(opened))
-        planned = make_planned(self._module, self._batch, rule=rule, num_microbatches=count, batch_dim=options.batch_dim)
+        planned = make_planned(self.module, self.batch, rule=rule, num_microbatches=count, batch_dim=self.batch_dim)
         return replace(planned.plan, alternatives=(chosen,))
 
+    # ------------------------------------------------------------------ what there is to compare
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [count for count in range(1, self.num_devices + 1) if self.num_devices % count == 0]
+
     def _counts(self, num_ranks: int) -> tuple[int, ...]:
-        return possible_counts(self._module, self.num_samples, num_ranks, self._options.num_microbatches)
+        return possible_counts(self.module, self.step.num_samples, num_ranks, self.num_microbatches)
+
+    def _combinations(self, num_ranks: int, counts: Sequence[int] | None = None) -> list[Combination]:
+        """All of a number of devices. On one device several stages only change the memory."""
+        found = combinations(self.schedules, self._counts(num_ranks) if counts is None else counts, None, num_ranks)
+        if self.num_stages is not None:
+            return [each for each in found if each.stages_per_rank * num_ranks == self.num_stages]
+        one_each = [each for each in found if each.stages_per_rank == 1]
+        return one_each if num_ranks == 1 and one_each else [*found]
+
+    def _rule(self, num_ranks: int, chosen: Combination | Alternative, balance: LayoutBalanceName) -> CutRule:
+        return self.make_rule(
+            num_stages=num_ranks * chosen.stages_per_rank,
+            num_devices=num_ranks,
+            balance=balance,
+            schedule=chosen.schedule,
+            num_microbatches=chosen.num_microbatches,
+            optimizer_bytes_per_byte=self.optimizer_bytes_per_byte / (self.num_devices // num_ranks if self.shares_out else 1),
+        )
 
 
 def _cells(layout: Layout, *, is_fastest: bool) -> tuple[str, ...]:

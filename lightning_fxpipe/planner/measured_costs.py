@@ -35,11 +35,16 @@ _MAX_SECONDS = 0.4
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """What one unit takes for one microbatch."""
+    """Seconds of one unit for one microbatch."""
 
     forward: float
     input_backward: float
     weight_backward: float
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """All three, in this order."""
+        return self.forward, self.input_backward, self.weight_backward
 
 
 def measured_seconds(chain: Chain, num_samples: int | None = None) -> tuple[UnitSeconds, ...] | None:
@@ -87,7 +92,7 @@ class _Measurement:
         self._device = chain.traced.device
         self._values: dict[fx.Node, Any] = {}
         self._known: dict[Hashable, UnitSeconds] = {}  # of units that are alike
-        self._last_use = {node: index for index, unit in enumerate(chain.units) for node in _operands(unit)}
+        self._last_use = {node: index for index, unit in enumerate(chain.units) for node in unit.operands}
         self._index = -1
 
     def of_unit(self, unit: Unit) -> UnitSeconds:
@@ -122,7 +127,7 @@ class _Measurement:
         return [*kinds, (type(module), repr(module), trained, str((operands, plain, arguments, len(unit.nodes))))]
 
     def _time(self, unit: Unit) -> UnitSeconds:
-        operands = _operands(unit)
+        operands = unit.operands
         values = {node: self._value_of(node) for node in operands}
         modules = [self._root.get_submodule(str(node.target)) for node in unit.nodes if node.op == "call_module"]
         with self._copied(modules) as weights:
@@ -224,10 +229,4 @@ def _detached(value: Any) -> Any:
 
 def _tensors(unit: Unit) -> list[tuple[fx.Node, Tensor]]:
     """Those among what a unit takes, as they were recorded."""
-    return [(node, value) for node in _operands(unit) if isinstance(value := node.meta.get("val"), Tensor)]
-
-
-def _operands(unit: Unit) -> list[fx.Node]:
-    """The nodes from elsewhere that a unit takes, each once."""
-    operands = (operand for node in unit.nodes for operand in node.all_input_nodes)
-    return [*dict.fromkeys(operand for operand in operands if operand not in unit.nodes)]
+    return [(node, value) for node in unit.operands if isinstance(value := node.meta.get("val"), Tensor)]

@@ -256,30 +256,10 @@ def lightest_maximum(demands: Demands) -> int:
         NothingFits: Whatever the stages weigh, they cannot begin where they may.
     """
     most = demands.most
-    found = bisect_left(range(most), True, key=lambda limit: _fits(demands, limit))
-    if found == most and not _fits(demands, most):
+    found = bisect_left(range(most), True, key=lambda limit: _can_end(demands, demands.firsts_of(limit)))
+    if found == most and not _can_end(demands, demands.firsts_of(most)):
         raise NothingFits
     return found
-
-
-def _fits(demands: Demands, limit: int) -> bool:
-    firsts = demands.firsts_of(limit)
-    if demands.are_equal and demands.num_stages > 0:
-        # More stages than needed never hurt: a stage can be split at any legal cut inside it.
-        return _fewest_stages(demands, firsts[0]) <= demands.num_stages
-    return _can_end(demands, firsts)
-
-
-def _fewest_stages(demands: Demands, firsts: Firsts) -> float:
-    """How few stages suffice: from the last unit on, each is as long as it may be."""
-    begins = [0, *(position + 1 for position in demands.legal)]
-    last, count = demands.num_units - 1, 0
-    while last >= 0:
-        first = begins[bisect_left(begins, firsts[last])] if firsts[last] <= begins[-1] else last + 1
-        if first > last:
-            return float("inf")
-        last, count = first - 1, count + 1
-    return count
 
 
 def _can_end(demands: Demands, firsts: Sequence[Firsts]) -> bool:

@@ -107,3 +107,13 @@ def _not_reached(chain: Chain, path: str) -> PartitionError:
         expected="a module that the step's calls of the model run",
         todo="Choose another module, or change the code that prevents the split." if whole else "Choose a module that runs.",
     )
+
+
+def no_pinned_cut() -> PartitionError:
+    """Returns the error if modules cannot be in the stages assigned to them."""
+    return PartitionError(
+        "The stages assigned by stage_of are impossible.",
+        observed="no legal cuts place all of these modules there without an empty stage",
+        expected="a legal cut between modules of different stages, and at least one module per stage",
+        todo="Remove some modules from stage_of, or choose other stages.",
+    )

@@ -17,8 +17,8 @@ from typing import Any
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.alternatives import Alternative, alternatives_table
-from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.reporting.table import WIDTH, human_bytes, human_count, render_table
+from lightning_fxpipe.simulation.costs import StageWork
 
 _MAKE_AGAIN = "Pass the path of a plan, or create one with `fxpipe plan`."
 SCHEMA_VERSION = 4

@@ -5,7 +5,7 @@ follows from it (``planner.follow_plan``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,11 +16,11 @@ from lightning_fxpipe._compat.torch import size_hint
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
 from lightning_fxpipe.planner.assignment import Assignment, used_nodes
 from lightning_fxpipe.planner.choice import Choice
-from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
+from lightning_fxpipe.planner.cost import build_chain, canonical_fqns, prelude_fqns
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.granularity import open_until_balanced
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
-from lightning_fxpipe.planner.weighing import prelude_fqns, unused_fqns
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.pytree.sizes import tensor_bytes
 from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.tracing.recordable import Recordable
@@ -74,36 +74,29 @@ def _plan_region(root: nn.Module, call: Recordable, rule: CutRule, device: torch
 
 
 def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, rule: CutRule) -> Planned:
-    must_be_open = rule.has_to_be_open(root)
-    chain = _opened(trace, root, call, rule)
-    assignment, choice = _best_assignment(chain, call, rule)
-    # What a clock has said holds for the units that there were, so all that is open stays so.
-    needed = chain.traced.opened if rule.needs_clock else {*opened_by_a_cut(assignment), *must_be_open}
+    costs = open_until_balanced(trace, root, call, rule)
+    traced = costs.chain.traced
+    choice = _choose(costs, rule)
+    assignment = Assignment(chain=costs.chain, cuts=choice.cuts)
+    # Measured seconds hold for the units that were timed, so all that is open stays so.
+    needed = traced.opened if rule.needs_clock else {*opened_by_a_cut(assignment), *rule.has_to_be_open(root)}
     # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
-    unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
-    num_units = len(chain.units)
-    chain = build_chain(trace(opened={*needed, *unable}, first=chain.traced))
-    if rule.needs_clock and len(chain.units) == num_units:
-        assignment = Assignment(chain=chain, cuts=assignment.cuts)
-    else:
-        assignment, choice = _best_assignment(chain, call, rule)
-    alternatives = choice.alternatives
-    recomputed = rule.recomputed(chain, assignment.cuts, alternatives[0] if alternatives else None)
-    plan = replace(describe_plan(assignment, call), alternatives=alternatives, checkpointed_modules=recomputed)
-    plan = replace(plan, stage_work=rule.work(chain, choice, recomputed))
-    return Planned(plan=plan, region=call, traced=chain.traced, assignment=assignment)
+    unable = traced.kept_whole if set(needed) == set(traced.opened) else ()
+    again = UnitCosts(chain=build_chain(trace(opened={*needed, *unable}, first=traced)), call=call)
+    if not rule.needs_clock or len(again.chain.units) != len(costs.chain.units):
+        choice = _choose(again, rule)
+    assignment = Assignment(chain=again.chain, cuts=choice.cuts)
+    recomputed = rule.recomputed(again, choice.cuts, choice.alternatives[0] if choice.alternatives else None)
+    plan = replace(
+        describe_plan(assignment, call),
+        alternatives=choice.alternatives,
+        checkpointed_modules=recomputed,
+        stage_work=rule.work(again, choice, recomputed),
+    )
+    return Planned(plan=plan, region=call, traced=again.chain.traced, assignment=assignment)
 
 
-def _opened(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, rule: CutRule) -> Chain:
-    """A chain that is open as far as the rule needs."""
-    must_be_open = rule.has_to_be_open(root)
-    if rule.split_points:
-        return build_chain(trace(opened=must_be_open, check=False))
-    demands = None if rule.is_by_parameters else rule.demands
-    return open_until_balanced(trace, root, call, rule.num_stages, demands, must_be_open)
-
-
-def open_regions(root: nn.Module, calls: Iterable[Recordable], *, rule: CutRule) -> tuple[Chain, Recordable]:
+def open_regions(root: nn.Module, calls: Iterable[Recordable], *, rule: CutRule) -> UnitCosts:
     """Records the first of several regions that can be recorded, open as far as a rule needs, without cutting it.
 
     Arguments and errors as :func:`plan_regions`.
@@ -112,33 +105,30 @@ def open_regions(root: nn.Module, calls: Iterable[Recordable], *, rule: CutRule)
     for call in calls:
         trace = partial(trace_region, root, call)
         try:
-            chain = _opened(partial(trace, answers_looks=False), root, call, rule)
-            if chain.traced.kept_whole and not _can_cut(chain, call, rule):
+            costs = open_until_balanced(partial(trace, answers_looks=False), root, call, rule)
+            if costs.chain.traced.kept_whole and not _can_cut(costs, rule):
                 with suppress(TraceError):
-                    chain = _opened(partial(trace, answers_looks=True), root, call, rule)
-            return chain, call
+                    costs = open_until_balanced(partial(trace, answers_looks=True), root, call, rule)
+            return costs
         except TraceError as error:
             first = first or error
     assert first is not None
     raise first
 
 
-def _can_cut(chain: Chain, call: Recordable, rule: CutRule) -> bool:
+def _can_cut(costs: UnitCosts, rule: CutRule) -> bool:
     try:
-        rule.cuts(chain, call)
+        rule.cuts(costs)
     except PartitionError:
         return False
     return True
 
 
-def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Assignment, Choice]:
+def _choose(costs: UnitCosts, rule: CutRule) -> Choice:
+    chain = costs.chain
     try:
-        if rule.needs_clock:
-            with telling("Timing the model's layers"):
-                choice = rule.choose(chain, call)
-        else:
-            choice = Choice(cuts=rule.cuts(chain, call), alternatives=())
-        return Assignment(chain=chain, cuts=choice.cuts), choice
+        with telling("Timing the model's layers") if rule.needs_clock else nullcontext():
+            return rule.choose(costs)
     except PartitionError as error:
         if rule.split_points:
             raise
@@ -204,7 +194,7 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
             )
         )
     prelude = prelude_fqns(root, call)
-    outside = tuple(fqn for fqn in unused_fqns(chain) if fqn not in prelude)
+    outside = tuple(fqn for fqn in chain.unused_fqns if fqn not in prelude)
     return PartitionPlan(
         region=chain.traced.signature.label,
         stages=tuple(stages),
@@ -212,7 +202,7 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
         parameter_shapes={fqn: tuple(parameter.shape) for fqn, parameter in root.named_parameters()},
         outside_fqns=outside,
         outside_reason=call.ends_because if outside else "",
-        prelude_fqns=tuple(fqn for fqn in prelude if fqn in unused_fqns(chain)),
+        prelude_fqns=tuple(fqn for fqn in prelude if fqn in chain.unused_fqns),
         opened=chain.traced.opened,
         kept_whole=chain.traced.kept_whole,
         recomputed=_recomputed_tensors(assignment),

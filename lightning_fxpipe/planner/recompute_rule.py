@@ -7,8 +7,9 @@ else a module that the graph calls as a whole. A block keeps what it gets, and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.cost import Chain, Unit
-from lightning_fxpipe.planner.fastest_cut import merged
-from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load
-from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
+from lightning_fxpipe.planner.load import Load
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.simulation.by_name import simulate
 from lightning_fxpipe.simulation.costs import StageCosts
@@ -71,17 +71,18 @@ class RecomputeRule:
         patterns = tuple(one for one in chosen if isinstance(one, str))
         return cls(patterns=patterns, classes=tuple(one for one in chosen if not isinstance(one, str)))
 
-    def modules(self, chain: Chain, cuts: Sequence[int], load: Load | None) -> tuple[str, ...]:
-        """Paths of the modules whose activations are computed again.
+    def modules(self, costs: UnitCosts, cuts: Sequence[int], load: Load | None) -> tuple[str, ...]:
+        """Returns the paths of the modules whose activations are recomputed.
 
         Args:
-            chain: The chain.
+            costs: The table of the chain.
             cuts: Position of the last unit of each stage but the last.
-            load: How the stages will run, which decides where it is as few as the memory needs.
+            load: How the stages will run, which decides if they are as few as the memory requires.
 
         Raises:
             PartitionError: There is no such module, or it changes what it would need once more.
         """
+        chain = costs.chain
         if self.names_modules:
             return _matching(chain, self)
         if self.blocks == "none" or (self.blocks == "auto" and (load is None or not load.memory_bytes)):
@@ -89,7 +90,7 @@ class RecomputeRule:
         blocks = [block for block in blocks_of(chain) if block.change is None and _trains(chain, block)]
         if self.blocks == "all" or load is None:
             return tuple(block.path for block in blocks)
-        return _needed(chain, cuts, blocks, load)
+        return _needed(costs, cuts, blocks, load)
 
 
 @dataclass(frozen=True)
@@ -213,24 +214,19 @@ def _is_chosen(path: str, module: nn.Module, choice: ModuleChoice) -> bool:
 # ---------------------------------------------------------------------- as few as the memory needs
 
 
-def _needed(chain: Chain, cuts: Sequence[int], blocks: Sequence[Block], load: Load) -> tuple[str, ...]:
+def _needed(costs: UnitCosts, cuts: Sequence[int], blocks: Sequence[Block], load: Load) -> tuple[str, ...]:
     """Blocks of the ranks that lack memory, those first that save the most bytes for what they compute."""
-    costs = unit_costs(chain)
-    bounds = [0, *(cut + 1 for cut in cuts), len(chain.units)]
-    inside = [
-        [block for block in blocks if start <= block.first and block.last < end]
-        for start, end in zip(bounds, bounds[1:], strict=False)
+    stages = [*pairwise((0, *(cut + 1 for cut in cuts), len(costs.chain.units)))]
+    price = {block: _flops_per_byte(costs, block) for block in blocks}
+    waiting = [
+        sorted((block for block in blocks if start <= block.first and block.last < end), key=price.__getitem__)
+        for start, end in stages
     ]
-    waiting = [sorted(blocks, key=lambda block: _flops_per_byte(chain, costs, block)) for blocks in inside]
-    taken: list[list[Block]] = [[] for _ in inside]
-    memories = load.in_pipeline(load.memory_bytes)
+    taken: list[list[Block]] = [[] for _ in stages]
+    memories, states = load.in_pipeline(load.memory_bytes), costs.states(load.optimizer_bytes_per_byte)
     while True:
-        stages = [
-            with_recomputed(chain, costs, start, end, blocks, load.scale, load.optimizer_bytes_per_byte)
-            for start, end, blocks in zip(bounds, bounds[1:], taken, strict=False)
-        ]
         found = simulate(
-            stages,
+            [_stage(costs, states.of(*stage), stage, blocks, load.scale) for stage, blocks in zip(stages, taken, strict=True)],
             num_microbatches=load.num_microbatches,
             schedule=load.schedule,
             stages_per_rank=load.stages_per_rank,
@@ -239,42 +235,27 @@ def _needed(chain: Chain, cuts: Sequence[int], blocks: Sequence[Block], load: Lo
         more = [stage for rank in lacking for stage in found.table.stages_of(rank) if waiting[stage]]
         if not more:
             return tuple(block.path for blocks in taken for block in blocks)
-        stage = min(more, key=lambda stage: _flops_per_byte(chain, costs, waiting[stage][0]))
+        stage = min(more, key=lambda stage: price[waiting[stage][0]])
         taken[stage].append(waiting[stage].pop(0))
 
 
-def _flops_per_byte(chain: Chain, costs: Sequence[UnitCosts], block: Block) -> float:
-    units = costs[block.first : block.last + 1]
-    saved = sum(unit.saved_bytes for unit in units) - chain.site(block.first - 1).num_bytes
+def _flops_per_byte(costs: UnitCosts, block: Block) -> float:
+    saved = sum(costs.kept_bytes[block.first : block.last + 1]) - costs.chain.site(block.first - 1).num_bytes
+    units = costs.operators[block.first : block.last + 1]
     flops = sum(operator.flops + operator.num_bytes for unit in units for operator in unit.forward)
     return flops / saved if saved > 0 else float("inf")
 
 
-def with_recomputed(
-    chain: Chain,
-    costs: Sequence[UnitCosts],
-    start: int,
-    end: int,
-    blocks: Sequence[Block],
-    scale: float,
-    optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
-) -> StageCosts:
-    """What a stage keeps whose blocks are recomputed; a forward takes a second, a backward two, and that forward again."""
-    saved = sum(unit.saved_bytes for unit in costs[start:end])
-    again = [sum(unit.saved_bytes for unit in costs[block.first : block.last + 1]) for block in blocks]
-    kept = saved - sum(again) + sum(chain.site(block.first - 1).num_bytes for block in blocks)
-    stage = merged([_states(unit, optimizer_bytes_per_byte) for unit in costs[start:end]], 0.0)
-    return replace(
-        stage,
+def _stage(costs: UnitCosts, state_bytes: int, stage: tuple[int, int], blocks: Sequence[Block], scale: float) -> StageCosts:
+    """Bytes of a stage whose blocks are recomputed; each part of its work takes one second."""
+    again = [sum(costs.kept_bytes[block.first : block.last + 1]) for block in blocks]
+    inputs = sum(costs.chain.site(block.first - 1).num_bytes for block in blocks)
+    kept = scale * (sum(costs.kept_bytes[slice(*stage)]) - sum(again) + inputs)
+    return StageCosts(
         forward_seconds=1.0,
         input_backward_seconds=1.0,
         weight_backward_seconds=1.0,
-        activation_bytes=scale * kept,
-        weight_bytes=scale * kept,
-        state_bytes=stage.state_bytes + scale * max(again, default=0),  # a block at a time is there as a whole
+        activation_bytes=kept,
+        weight_bytes=kept,
+        state_bytes=state_bytes + scale * max(again, default=0),  # a block at a time is there as a whole
     )
-
-
-def _states(unit: UnitCosts, optimizer_bytes_per_byte: float) -> StageCosts:
-    states = unit.parameter_bytes + (1 + optimizer_bytes_per_byte) * unit.gradient_bytes
-    return StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, state_bytes=states)

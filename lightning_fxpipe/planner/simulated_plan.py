@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -14,16 +14,21 @@ from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import PartitionError, ScheduleError
 from lightning_fxpipe.microbatch.split import count_samples, plan_passes
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.recorded_step import RecordedStep, SizedStep, not_simulated
-from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run_jointly
+from lightning_fxpipe.planner.recorded_step import RecordedStep, SizedStep, check_can_simulate, not_simulated
+from lightning_fxpipe.planner.stage_costs import simulate_stages
+from lightning_fxpipe.planner.step_plan import make_planned, make_rule
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.actions import ActionTable, is_table_file
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, stages_of_ranks
 from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 
 _NO_STAGES: Mapping[str, int] = MappingProxyType({})
+# Schedules for any number of stages on a rank, from two on.
+_ANY_NUMBER = ("looped_bfs", "interleaved_1f1b")
 # With one stage a rank, and with two.
 SCHEDULES: tuple[SimulatedSchedule, ...] = (
     "gpipe",
@@ -155,10 +160,8 @@ def simulate_plan(
         ScheduleError: A table of actions cannot be read, or a name is no schedule.
         FxPipeError: What ``make_plan`` raises.
     """
-    if reason := must_run_jointly(module):
-        raise not_simulated(reason)
+    check_can_simulate(module)
     tables = _named_tables(schedules)
-    is_given = plan is not None
     if plan is not None:
         chosen = plan.chosen
         num_devices = num_devices or plan.num_stages // (chosen.stages_per_rank if chosen else 1)
@@ -175,18 +178,21 @@ def simulate_plan(
         optimizer_bytes_per_byte=optimizer_bytes_per_byte,
     )
     if plan is None:
-        plan, step = _planned(module, example_batch, rule, batch_dim)
+        made, step = _planned(module, example_batch, rule, batch_dim)
     else:
+        made = plan
         step = RecordedStep(module, example_batch, rule, batch_dim=batch_dim, plan=plan).of_microbatches(num_microbatches)
     simulations: dict[str, Simulation] = {}
     refused: dict[str, str] = {}
     for schedule, table in tables.items():
         try:
-            named = table or cast(SimulatedSchedule, schedule)
-            simulations[schedule], _ = step.simulate(rule, device, named, may_cut=not is_given)
+            named = _with_schedule(rule, table or cast(SimulatedSchedule, schedule), may_cut=plan is None)
+            assert named.load is not None
+            cuts = step.cuts(named) if named.num_stages == rule.num_stages else named.cuts(step.costs)
+            simulations[schedule] = simulate_stages(step.costs, cuts, device, named.load)
         except (ScheduleError, PartitionError) as error:
             refused[schedule] = f"{error.what} ({error.observed})" if table and error.observed else error.what
-    return SimulatedPlan(plan=plan, num_microbatches=num_microbatches, device=device, simulations=simulations, refused=refused)
+    return SimulatedPlan(plan=made, num_microbatches=num_microbatches, device=device, simulations=simulations, refused=refused)
 
 
 def _named_tables(schedules: Sequence[str | Path]) -> dict[str, ActionTable | None]:
@@ -200,16 +206,48 @@ def _named_tables(schedules: Sequence[str | Path]) -> dict[str, ActionTable | No
     return found
 
 
+def _with_schedule(rule: CutRule, schedule: SimulatedSchedule | ActionTable, *, may_cut: bool) -> CutRule:
+    """The rule for a schedule, which may want another number of stages on each device.
+
+    Raises:
+        ScheduleError: It does, and a new cut is not allowed; or a table is for other devices.
+    """
+    assert rule.load is not None
+    num_ranks = rule.load.num_ranks
+    stages_per_rank = _stages_per_rank(schedule, rule.load)
+    num_stages = num_ranks * stages_per_rank
+    is_same = num_stages == rule.num_stages
+    if not is_same and not may_cut:
+        raise ScheduleError(
+            f"The schedule needs {num_stages} stages on {num_ranks} devices, but the plan has {rule.num_stages}.",
+            todo="Omit the schedule, or make a plan with that number of stages.",
+        )
+    load = replace(rule.load, schedule=schedule, stages_per_rank=stages_per_rank)
+    return replace(rule, num_stages=num_stages, load=load, split_points=rule.split_points if is_same else ())
+
+
+def _stages_per_rank(schedule: SimulatedSchedule | ActionTable, load: Load) -> int:
+    if not isinstance(schedule, ActionTable):
+        takes_any = schedule in _ANY_NUMBER and load.stages_per_rank > 1
+        return load.stages_per_rank if takes_any else len(stages_of_ranks(schedule, load.num_ranks)[0])
+    each = [len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    if len(each) != load.num_ranks or len({*each}) > 1:
+        raise ScheduleError(
+            "The schedule table is for a different number of ranks or stages.",
+            observed="; ".join(f"{count} stages" for count in each),
+            expected=f"the same number of stages on each of {load.num_ranks} ranks",
+            todo="Simulate with that number of stages or with another table.",
+        )
+    return each[0]
+
+
 def _planned(module: nn.Module, batch: object, rule: CutRule, batch_dim: int) -> tuple[PartitionPlan, SizedStep]:
     planned = make_planned(module, batch, rule=rule, num_microbatches=rule.num_microbatches, batch_dim=batch_dim)
-    assignment = planned.assignment
-    if assignment is None:
+    if planned.assignment is None or planned.region is None:
         raise not_simulated(planned.plan.joint_reason)
-    assert planned.region is not None
     num_samples = count_samples(batch, rule.num_microbatches, batch_dim).num_samples
-    size = plan_passes(num_samples, rule.num_microbatches)[0].size
-    sized = assignment.chain.of_samples(size) or assignment.chain
-    return planned.plan, SizedStep(sized, planned.region, assignment.cuts)
+    step = SizedStep(UnitCosts(chain=planned.assignment.chain, call=planned.region), planned.assignment.cuts)
+    return planned.plan, step.of_samples(plan_passes(num_samples, rule.num_microbatches)[0].size) or step
 
 
 def placement_of(simulation: Simulation) -> Placement:

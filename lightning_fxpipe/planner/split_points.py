@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.cost import Chain
-from lightning_fxpipe.planner.granularity import cut_costs
 
 
 def check_split_points(root: nn.Module, split_points: Sequence[str]) -> None:
@@ -56,11 +55,10 @@ def _cut_before(chain: Chain, point: str) -> int:
     inside = [i for i, unit in enumerate(chain.units) if f"{unit.path}.".startswith(f"{point}.")]
     if not inside:
         raise _not_there(chain, point)
-    costs = cut_costs(chain)
     cut = inside[0] - 1
     while cut >= 0 and chain.units[cut].is_recomputed:  # each stage computes it for itself
         cut -= 1
-    if cut < 0 or costs[cut] is None:
+    if cut < 0 or not chain.allows_cut(cut):
         raise PartitionError(
             "The model cannot be cut before a split point.",
             where=point,

@@ -15,7 +15,6 @@ from lightning_fxpipe._compat.lightning import lightning_class
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, tensors_without_batch
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
-from lightning_fxpipe.planner.granularity import cut_costs
 from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load, memory_of_each
 from lightning_fxpipe.planner.partition import Demands, lightest_maximum
 from lightning_fxpipe.planner.pinned import pinned_modules
@@ -23,8 +22,8 @@ from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.recompute_rule import ActivationCheckpointing, RecomputeRule
 from lightning_fxpipe.planner.split_points import check_split_points
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
-from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages, schedule_named
@@ -278,9 +277,8 @@ def _without_copies(planned: Planned) -> int:
     """Parameters of the heaviest stage of the best cut, if nothing were there twice."""
     assert planned.assignment is not None
     assert planned.region is not None
-    chain = planned.assignment.chain
-    once = parameter_weights(chain, planned.region).counted_once()
-    return lightest_maximum(Demands(once, cut_costs(chain), planned.plan.num_stages))
+    costs = UnitCosts(chain=planned.assignment.chain, call=planned.region)
+    return lightest_maximum(Demands(costs.parameters.counted_once(), costs.cut_costs, planned.plan.num_stages))
 
 
 def _most_held(plan: PartitionPlan) -> int:

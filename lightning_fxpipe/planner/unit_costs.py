@@ -1,266 +1,198 @@
-"""What the units of a chain compute, and what they keep for backward, seen by running them on tensors without data.
+"""The one table of costs: what each unit of a chain costs, in every measure that stages can have equal shares of.
 
-All units run once, one after the other, forward and backward, each from what the one before has made. Operators are seen below
-autograd: the flops of those that torch knows a formula for (``torch.utils.flop_counter``), and the bytes that each reads and
-writes. What autograd keeps counts once, where it is kept first: a tensor that two units keep is in memory once. Weights and the
-batch are there anyway.
+A row is a unit, a column is a measure. Columns are computed when they are first read, because their prices differ: parameters
+and bytes of states are read off the model, flops and kept bytes come from a run on tensors without data (``unit_operators``),
+seconds from a clock (``measured_costs``), or from a device that is described by a few numbers.
+
+    unit        parameters   states   flops   kept bytes   seconds
+    embed            8,192   131 kB       0            0      …
+    block.0         49,984   800 kB   3.1 M        98 kB      …
+
+The solver (``partition``) balances any of them, ``fastest_cut`` simulates steps with them, and ``stage_costs`` adds them up.
+
+A parameter that several units use is in each stage that has one of them, once, with its gradient and the optimizer's states:
+each such stage holds a copy (``stages.gradients`` sums their gradients). What the step uses after the region, or nowhere, is in
+the last stage, so it weighs on the last unit.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate
 
-import torch
-from torch import Tensor, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import flop_registry
+from torch import nn
 
-from lightning_fxpipe._compat.modes import TorchDispatchMode
-from lightning_fxpipe._compat.torch import storage_key, written_arguments
-from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.planner.cost import Chain, Unit
-from lightning_fxpipe.planner.recompute import tensors_in
+from lightning_fxpipe.planner import measured_costs
+from lightning_fxpipe.planner.cost import Chain, prelude_fqns
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load
+from lightning_fxpipe.planner.measured_costs import UnitSeconds
+from lightning_fxpipe.planner.partition import Firsts, Weights
+from lightning_fxpipe.planner.unit_operators import UnitOperators, unit_operators
 from lightning_fxpipe.pytree.sizes import tensor_bytes
-from lightning_fxpipe.reporting.wording import error_words, node_words
-from lightning_fxpipe.rng import isolated_rng
-from lightning_fxpipe.simulation.devices import Operator
-from lightning_fxpipe.tracing.repeat import Repeat, modes_of
+from lightning_fxpipe.simulation.devices import Device
+from lightning_fxpipe.tracing.recordable import Recordable, RegionCall
+
+# For each tensor that crosses a cut, the stage before it has one buffer to send it, and one for the gradient that returns.
+_BUFFERS_PER_CUT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What a unit takes, apart from its place in the chain.
-
-    Attributes:
-        forward, input_backward, weight_backward: Its operators.
-        own_bytes: What it keeps for backward of what it has made.
-        kept_inputs: Which of its operands it keeps.
-        kept_outputs: Which of its nodes' results it keeps.
-    """
-
-    forward: tuple[Operator, ...]
-    input_backward: tuple[Operator, ...]
-    weight_backward: tuple[Operator, ...]
-    own_bytes: int
-    kept_inputs: tuple[int, ...]
-    kept_outputs: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class UnitCosts:
-    """What one unit takes for one microbatch.
+    """Costs of all units of a chain, for one microbatch of the size that the chain was recorded for.
 
     Attributes:
-        forward, input_backward, weight_backward: The operators that run. The backward of inputs gives what the unit before
-            gets, that of weights the rest.
-        saved_bytes: What it keeps for backward that no unit before it keeps.
-        parameter_bytes, gradient_bytes: Of its parameters that no unit before it uses, and of those that train.
+        chain: The chain.
+        call: The call that it was recorded from.
     """
 
-    forward: tuple[Operator, ...]
-    input_backward: tuple[Operator, ...]
-    weight_backward: tuple[Operator, ...]
-    saved_bytes: int
-    parameter_bytes: int
-    gradient_bytes: int
+    chain: Chain
+    call: Recordable
+
+    def of_samples(self, num_samples: int) -> UnitCosts | None:
+        """Returns the table for microbatches of another size; None if the chain's graph does not admit it."""
+        chain = self.chain.of_samples(num_samples)
+        return None if chain is None else replace(self, chain=chain)
+
+    # ------------------------------------------------------------------ read off the model
+
+    @cached_property
+    def parameters(self) -> Weights:
+        """Number of parameters."""
+        return self._weights(lambda parameter: parameter.numel())
+
+    def states(self, optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE) -> Weights:
+        """Bytes of parameters, gradients and optimizer states.
+
+        Args:
+            optimizer_bytes_per_byte: Bytes that the optimizer keeps for each byte of a parameter that trains.
+        """
+        return self._weights(partial(state_bytes, optimizer_bytes_per_byte=optimizer_bytes_per_byte))
+
+    @cached_property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        """Bytes of the gradients of parameters that no unit before uses."""
+        trained = {fqn: tensor_bytes(p) for fqn, p in self.chain.traced.root.named_parameters() if p.requires_grad}
+        return tuple(sum(trained.pop(fqn, 0) for fqn in unit.tensor_fqns) for unit in self.chain.units)
+
+    @cached_property
+    def cut_costs(self) -> list[int | None]:
+        """For the cut after each unit but the last, the bytes that it makes move: tensors that cross it, and gradients of
+        parameters that both sides use. None where no cut may fall."""
+        sizes = {fqn: tensor_bytes(p) for fqn, p in self.chain.traced.root.named_parameters()}
+        changes = [0] * len(self.chain.units)  # of the bytes that both sides of a cut use, from one place to the next
+        for fqn, users in self._users.items():
+            changes[users[0]] += sizes[fqn]
+            changes[users[-1]] -= sizes[fqn]
+        return [
+            site.num_bytes + shared if self.chain.allows_cut(site.position) else None
+            for site, shared in zip(self.chain.sites[:-1], [*accumulate(changes)][:-1], strict=True)
+        ]
+
+    # ------------------------------------------------------------------ run on tensors without data
+
+    @cached_property
+    def operators(self) -> tuple[UnitOperators, ...]:
+        """Operators, forward and backward. Errors as :func:`~lightning_fxpipe.planner.unit_operators.unit_operators`."""
+        return unit_operators(self.chain)
+
+    @cached_property
+    def flops(self) -> Weights:
+        """Flops, forward and backward."""
+        return Weights(tuple(unit.flops for unit in self.operators))
+
+    @cached_property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Bytes kept for the backward pass that no unit before keeps."""
+        return tuple(unit.kept_bytes for unit in self.operators)
+
+    def memory(self, states: Weights, microbatches_kept: Sequence[int], scale: float = 1.0) -> list[Weights]:
+        """Returns for each stage the bytes that a unit takes there: states, and activations of the microbatches that the stage
+        keeps at a time.
+
+        Args:
+            states: See :meth:`states`.
+            microbatches_kept: Number of microbatches, by stage.
+            scale: How much larger a microbatch is than the table's.
+        """
+        pairs = [*zip(states.own, self.kept_bytes, strict=True)]
+        by_count = {
+            count: replace(states, own=tuple(own + round(count * scale * kept) for own, kept in pairs))
+            for count in {*microbatches_kept}
+        }
+        return [by_count[count] for count in microbatches_kept]
+
+    def fitting_firsts(self, weights: Sequence[Weights], memories: Sequence[float], load: Load) -> list[Firsts]:
+        """Returns with which units each stage may begin so that it fits into its memory, by its last unit.
+
+        Args:
+            weights: Bytes of the units, by stage.
+            memories: Bytes that each stage has.
+            load: How the stages will run.
+        """
+        buffers = [_BUFFERS_PER_CUT * load.scale * site.num_bytes for site in self.chain.sites[:-1]] + [0.0]
+        known: dict[tuple[int, float], Firsts] = {}
+        found = []
+        for of_stage, memory in zip(weights, memories, strict=True):
+            key = id(of_stage), memory
+            if key not in known:
+                known[key] = of_stage.firsts_within([int(memory - buffer) for buffer in buffers[: len(of_stage.own)]])
+            found.append(known[key])
+        return found
+
+    # ------------------------------------------------------------------ seconds
+
+    def measured_seconds(self, num_samples: int | None = None) -> tuple[UnitSeconds, ...] | None:
+        """Seconds on the device at hand. Arguments and errors as
+        :func:`~lightning_fxpipe.planner.measured_costs.measured_seconds`."""
+        return measured_costs.measured_seconds(self.chain, num_samples)
+
+    def seconds_on(self, device: Device) -> list[UnitSeconds]:
+        """Seconds on a device that is described by a few numbers."""
+        return [
+            UnitSeconds(*(device.seconds(part) for part in (unit.forward, unit.input_backward, unit.weight_backward)))
+            for unit in self.operators
+        ]
+
+    # ------------------------------------------------------------------ parameters
+
+    @cached_property
+    def _users(self) -> dict[str, list[int]]:
+        """For each parameter the positions of the units that use it, increasing."""
+        names = {fqn for fqn, _ in self.chain.traced.root.named_parameters()}
+        users: dict[str, list[int]] = {}
+        for position, unit in enumerate(self.chain.units):
+            for fqn in unit.tensor_fqns & names:
+                users.setdefault(fqn, []).append(position)
+        return users
+
+    def _weights(self, weigh: Callable[[nn.Parameter], int]) -> Weights:
+        parameters = dict(self.chain.traced.root.named_parameters())
+        own = [0] * len(self.chain.units)
+        last = len(own) - 1
+        shared = []
+        for fqn, users in sorted(self._users.items()):
+            if fqn in self.chain.output_fqns and users[-1] != last:
+                users = [*users, last]  # the last stage returns it
+            if len(users) == 1:
+                own[users[0]] += weigh(parameters[fqn])
+            else:
+                shared.append((weigh(parameters[fqn]), tuple(users)))
+        if own:
+            own[-1] += sum(weigh(parameters[fqn]) for fqn in self._fqns_after)
+        return Weights(tuple(own), tuple(shared))
 
     @property
-    def flops(self) -> int:
-        """Of all three parts."""
-        return sum(operator.flops for part in (self.forward, self.input_backward, self.weight_backward) for operator in part)
+    def _fqns_after(self) -> list[str]:
+        """Parameters that the step uses after the region, or nowhere."""
+        if isinstance(self.call, RegionCall) and self.call.is_one_of_many:
+            return []
+        before = {*prelude_fqns(self.chain.traced.root, self.call)}
+        return [fqn for fqn in self.chain.unused_fqns if fqn not in before]
 
 
-def unit_costs(chain: Chain) -> tuple[UnitCosts, ...]:
-    """The costs of each unit of a chain, for its microbatch and its example's device.
-
-    Raises:
-        TraceError: A unit does not run on tensors without data.
-    """
-    measurement = _Measurement(chain)
-    found: list[UnitCosts] = []
-    with isolated_rng(), measurement.repeat.active(), torch.enable_grad():
-        for unit in chain.units:
-            try:
-                found.append(measurement.of_unit(unit))
-            except Exception as error:
-                raise TraceError(
-                    "The cost of a part of the model cannot be estimated on tensors without data.",
-                    where=node_words(unit.nodes[0]),
-                    observed=error_words(error),
-                    expected="code that reads sizes only, and operators whose output sizes torch can infer",
-                    todo="Pass measured costs to simulate(...).",
-                ) from error
-    return tuple(found)
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Operator] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given, made = tensors_in((args, kwargs)), tensors_in(result)
-        own = {storage_key(tensor) for tensor in given}
-        if made and all(storage_key(tensor) in own for tensor in made) and not written_arguments(func, args, kwargs):
-            return result  # a view
-        if func.namespace == "prim":
-            return result  # a question about a tensor
-        formula = flop_registry.get(func.overloadpacket)
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-        self.found.append(Operator(flops, sum(map(tensor_bytes, (*given, *made)))))
-        return result
-
-
-class _Measurement:
-    """Runs the units of a chain.
-
-    Attributes:
-        repeat: Makes the calls.
-    """
-
-    def __init__(self, chain: Chain) -> None:
-        self.repeat = Repeat(chain.traced, chain.num_samples)
-        self._parameters = dict(chain.traced.root.named_parameters())
-        self._values: dict[fx.Node, Any] = {}
-        self._originals: dict[int, tuple[int, int]] = {}  # by the key of a copy's memory that of the original, and its bytes
-        self._kept: set[int] = set()  # memory that is kept for backward, or is there anyway
-        self._counted: set[str] = set()  # parameters
-        self._known: dict[int, _Parts] = {}  # of units that are alike
-        self._alive: list[Any] = []  # so that the keys of memory stay their own
-
-    def of_unit(self, unit: Unit) -> UnitCosts:
-        """Runs one unit forward and backward, or takes what one like it has shown."""
-        operands = _operands(unit)
-        alike = unit.nodes[0].meta.get("alike")
-        parts = self._known.get(id(alike)) if alike is not None else None
-        if parts is None:
-            parts = self._run(unit, operands)
-            if alike is not None:
-                self._known[id(alike)] = parts
-        else:
-            for operand in operands:
-                self._value_of(operand)
-            for index, node in enumerate(unit.nodes):
-                if isinstance(node.meta.get("val"), Tensor):
-                    self._values[node] = self.repeat.blank(node)
-                    if index in parts.kept_outputs:
-                        self._kept.add(storage_key(self._values[node]))
-        saved_bytes = parts.own_bytes
-        for index in parts.kept_inputs:
-            key, num_bytes = self._memory(self._values[operands[index]])
-            saved_bytes += num_bytes if key not in self._kept else 0
-            self._kept.add(key)
-        parameters = self._new_parameters(unit)
-        return UnitCosts(
-            forward=parts.forward,
-            input_backward=parts.input_backward,
-            weight_backward=parts.weight_backward,
-            saved_bytes=saved_bytes,
-            parameter_bytes=sum(map(tensor_bytes, parameters)),
-            gradient_bytes=sum(tensor_bytes(parameter) for parameter in parameters if parameter.requires_grad),
-        )
-
-    def _run(self, unit: Unit, operands: Sequence[fx.Node]) -> _Parts:
-        weights: list[Tensor] = []
-        inputs, values = self._inputs(operands, weights)
-        given = {
-            self._memory(value)[0]: index for index, node in enumerate(operands) if isinstance(value := values[node], Tensor)
-        }
-        saved: dict[int, int] = {}
-        forward = _Operators()
-
-        def call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            with self.repeat.module_on_fakes(module):
-                weights.extend((*module.parameters(), *module.buffers()))
-                with forward:
-                    return module(*args, **kwargs)
-
-        with saved_tensors_hooks(partial(self._note, saved), _as_it_is):
-            for node in unit.nodes:
-                # What makes a module's tensors fakes is no part of it.
-                with modes_of(node), nullcontext() if node.op == "call_module" else forward:
-                    values[node] = self.repeat.call(node, values, call)
-        made = [values[node] for node in unit.nodes]
-        self._values |= zip(unit.nodes, made, strict=True)
-        results = [value for value in made if isinstance(value, Tensor) and value.requires_grad]
-        trained = [weight for weight in weights if weight.requires_grad]
-        inward, both = self._backward(results, inputs), self._backward(results, [*inputs, *trained])
-        there = {storage_key(weight) for weight in weights} | given.keys()
-        own = {key: num_bytes for key, num_bytes in saved.items() if key not in there and key not in self._kept}
-        self._kept |= own.keys()
-        outputs = [self._memory(value)[0] if isinstance(value, Tensor) else 0 for value in made]
-        return _Parts(
-            forward=tuple(forward.found),
-            input_backward=inward,
-            weight_backward=tuple((Counter(both) - Counter(inward)).elements()),
-            own_bytes=sum(own.values()),
-            kept_inputs=tuple(sorted(given[key] for key in saved.keys() & given.keys())),
-            kept_outputs=tuple(index for index, key in enumerate(outputs) if key in own),
-        )
-
-    def _inputs(self, operands: Sequence[fx.Node], weights: list[Tensor]) -> tuple[list[Tensor], dict[fx.Node, Any]]:
-        """The tensors that a unit's gradients go to, and the values of its operands that hang on them."""
-        inputs, values = [], dict(self._values)
-        for operand in operands:
-            value = self._value_of(operand)
-            values[operand] = value
-            if operand.op == "get_attr":
-                weights.append(value)
-            elif operand.op != "placeholder" and isinstance(value, Tensor) and value.requires_grad:
-                leaf = value.detach().requires_grad_()
-                inputs.append(leaf)
-                values[operand] = leaf.clone()  # a unit may write into what it gets, but not into a leaf
-                self._originals[storage_key(values[operand])] = self._memory(leaf)
-                self._alive.append(values[operand])
-        return inputs, values
-
-    def _value_of(self, node: fx.Node) -> Any:
-        """What a node has given; an input of the region, or a weight that its own code takes, is made at its first use."""
-        if node not in self._values:
-            self._values[node] = self.repeat.blank(node)
-            self._kept.add(storage_key(self._values[node]))
-        return self._values[node]
-
-    def _note(self, saved: dict[int, int], tensor: Tensor) -> Tensor:
-        key, num_bytes = self._memory(tensor)
-        saved[key] = num_bytes
-        self._alive.append(tensor)
-        return tensor
-
-    def _memory(self, tensor: Tensor) -> tuple[int, int]:
-        """Which memory a tensor stands for, and how large that is: a view keeps all of it."""
-        key = storage_key(tensor)
-        return self._originals.get(key) or (key, int(tensor.untyped_storage().nbytes()))
-
-    def _backward(self, results: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Operator, ...]:
-        if not results or not targets:
-            return ()
-        gradients = [torch.empty_like(result) for result in results]
-        with _Operators() as backward:
-            torch.autograd.grad(results, targets, gradients, retain_graph=True, allow_unused=True)
-        return tuple(backward.found)
-
-    def _new_parameters(self, unit: Unit) -> list[Tensor]:
-        """The parameters that this unit is the first to use."""
-        names = (unit.tensor_fqns & self._parameters.keys()) - self._counted
-        self._counted |= names
-        return [self._parameters[fqn] for fqn in sorted(names)]
-
-
-def _operands(unit: Unit) -> list[fx.Node]:
-    """The nodes from elsewhere that a unit takes, each once."""
-    operands = (operand for node in unit.nodes for operand in node.all_input_nodes)
-    return [*dict.fromkeys(operand for operand in operands if operand not in unit.nodes)]
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+def state_bytes(parameter: nn.Parameter, optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE) -> int:
+    """Bytes of a parameter, its gradient and its optimizer states."""
+    trained = (1 + optimizer_bytes_per_byte) * parameter.requires_grad
+    return round((1 + trained) * parameter.numel() * parameter.element_size())

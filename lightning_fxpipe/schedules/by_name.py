@@ -8,11 +8,9 @@ from typing import Literal, cast
 
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import ScheduleError
-from lightning_fxpipe.planner.stage_costs import costs_of_work
-from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, Action, ActionTable
 from lightning_fxpipe.simulation.by_name import FITTED, SimulatedSchedule, on_stages, table_of
-from lightning_fxpipe.simulation.costs import StageCosts
+from lightning_fxpipe.simulation.costs import StageCosts, StageWork
 
 ScheduleName = Literal[
     "auto",
@@ -32,7 +30,7 @@ ScheduleName = Literal[
 ]
 
 # Costs of a stage of which nothing is known: forward and both halves of backward take the same time.
-(_EQUAL,) = costs_of_work([StageWork(forward=1.0, input_backward=1.0, weight_backward=1.0, kept_bytes=1)])
+_EQUAL = StageWork(forward=1.0, input_backward=1.0, weight_backward=1.0, kept_bytes=1).costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +118,7 @@ def training_order(
     if schedule.table is not None:
         return schedule.table if num_microbatches == schedule.num_microbatches else forward_order(placement, num_microbatches)
     name = on_stages("1f1b" if schedule.name == "auto" else cast(SimulatedSchedule, schedule.name), placement.stages_per_rank)
-    of_stages = [costs_of_work(work)] if schedule.is_fitted and work else []
+    of_stages = [tuple(each.costs for each in work)] if schedule.is_fitted and work else []
     tables = (
         _table(name, costs, num_microbatches, placement.stages_per_rank)
         for costs in (*of_stages, (_EQUAL,) * placement.num_stages)

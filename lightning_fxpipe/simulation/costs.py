@@ -55,6 +55,42 @@ class StageCosts:
         return -self.activation_bytes
 
 
+# Share of a forward's activations that is kept until the gradients of weights: about half (arXiv 2401.10241, table 1).
+_KEPT_FOR_WEIGHTS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageWork:
+    """Work of one stage for one microbatch relative to the others, from which a schedule makes its order of actions.
+
+    Attributes:
+        forward, input_backward, weight_backward: Of its forward, of the gradients of its inputs, and of those of its weights. 1
+            is the mean over stages of all three together.
+        kept_bytes: Bytes that its forward keeps until its backward.
+    """
+
+    forward: float
+    input_backward: float
+    weight_backward: float
+    kept_bytes: int
+
+    @property
+    def is_possible(self) -> bool:
+        """True if no part is negative or infinite."""
+        return all(0 <= part < math.inf for part in (self.forward, self.input_backward, self.weight_backward))
+
+    @property
+    def costs(self) -> StageCosts:
+        """The same as costs, in a unit of time of unknown length."""
+        return StageCosts(
+            forward_seconds=self.forward,
+            input_backward_seconds=self.input_backward,
+            weight_backward_seconds=self.weight_backward,
+            activation_bytes=self.kept_bytes,
+            weight_bytes=_KEPT_FOR_WEIGHTS * self.kept_bytes,
+        )
+
+
 def even(costs: Sequence[StageCosts]) -> list[StageCosts]:
     """The same stages if each part of each took as long, about what it is on average; what they keep is what it was."""
     total = sum(cost.forward_seconds + cost.input_backward_seconds + cost.weight_backward_seconds for cost in costs)

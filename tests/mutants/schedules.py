@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         _BY_NAME,
-        "[costs_of_work(work)] if schedule.is_fitted and work else []",
+        "[tuple(each.costs for each in work)] if schedule.is_fitted and work else []",
         "[]",
         (f"{_ORDERS}::test_an_order_is_made_from_what_the_stages_take",),
         "an order is that for equal stages, whatever they take",

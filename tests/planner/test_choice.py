@@ -17,9 +17,8 @@ from lightning_fxpipe.planner.choice import Choice, Combination, Search, combina
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
-from lightning_fxpipe.planner.partition import Weights
 from lightning_fxpipe.planner.step_plan import make_planned
-from lightning_fxpipe.planner.weighing import state_bytes
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 
 WIDTH = 16
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv_zero_bubble", "v_half", "v_min")
@@ -45,18 +44,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], None]:
     return use
 
 
-def chain_of(num_layers: int = 8) -> Chain:
+def table_of(num_layers: int = 8, num_stages: int = 4) -> UnitCosts:
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
-    planned = make_planned(layers, torch.randn(16, WIDTH), rule=CutRule(num_stages=4), num_microbatches=4)
+    planned = make_planned(layers, torch.randn(16, WIDTH), rule=CutRule(num_stages=num_stages), num_microbatches=4)
     assert planned.assignment is not None
-    return planned.assignment.chain
+    assert planned.region is not None
+    return UnitCosts(chain=planned.assignment.chain, call=planned.region)
 
 
-def choose(search: Search, chain: Chain, outside_bytes: int = 0) -> Choice:
-    """What is chosen for a chain, with so many bytes on the last stage besides."""
-    parameters = dict(chain.traced.root.named_parameters())
-    states = [sum(state_bytes(parameters[fqn]) for fqn in unit.tensor_fqns) for unit in chain.units]
-    return search.choose(chain, Weights((*states[:-1], states[-1] + outside_bytes)), lambda num_stages: ())
+def choose(search: Search, costs: UnitCosts) -> Choice:
+    """Chooses for a chain without modules that have to be in some stage."""
+    return search.choose(costs, lambda num_stages: ())
 
 
 def each_sample(seconds: float) -> Times:
@@ -66,7 +64,7 @@ def each_sample(seconds: float) -> Times:
 
 def test_where_the_host_counts_a_batch_stays_whole(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1e-7))
-    found = choose(search(), chain_of())
+    found = choose(search(), table_of())
     chosen = found.alternatives[0]
     assert (chosen.num_microbatches, chosen.stages_per_rank) == (1, 1)
     assert found.unit_seconds is not None
@@ -75,7 +73,7 @@ def test_where_the_host_counts_a_batch_stays_whole(clock: Callable[[Times], None
 
 def test_where_computing_counts_nobody_waits(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1.0))
-    found = choose(search(), chain_of())
+    found = choose(search(), table_of())
     assert found.alternatives[0].schedule != "gpipe"
     assert found.alternatives[0].num_microbatches == 16
     assert found.alternatives[0].idle_share < 0.05
@@ -88,14 +86,14 @@ def test_where_computing_counts_nobody_waits(clock: Callable[[Times], None]) -> 
 def test_where_small_microbatches_are_slow_there_are_few(clock: Callable[[Times], None]) -> None:
     """Each microbatch costs as much as eight samples besides."""
     clock(lambda _, samples: UnitSeconds(samples + 8.0, samples + 8.0, samples + 8.0))
-    assert choose(search(), chain_of()).alternatives[0].num_microbatches <= 2
+    assert choose(search(), table_of()).alternatives[0].num_microbatches <= 2
     clock(lambda _, samples: UnitSeconds(samples + 0.5, samples + 0.5, samples + 0.5))
-    assert choose(search(), chain_of()).alternatives[0].num_microbatches == 4
+    assert choose(search(), table_of()).alternatives[0].num_microbatches == 4
 
 
 def test_all_that_was_looked_at_is_told_the_chosen_first_and_then_by_seconds(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1.0))
-    found = choose(search(), chain_of())
+    found = choose(search(), table_of())
     told = {(each.schedule, each.stages_per_rank, each.num_microbatches) for each in found.alternatives}
     looked_at = {(one.schedule, one.stages_per_rank, one.num_microbatches) for one in search().combinations}
     assert told <= looked_at
@@ -106,9 +104,9 @@ def test_all_that_was_looked_at_is_told_the_chosen_first_and_then_by_seconds(clo
 
 
 def test_what_the_optimizer_keeps_is_told_to_each_load() -> None:
-    chain = chain_of()
+    costs = table_of()
     one = replace(search(), optimizer_bytes_per_byte=0.5)
-    assert {one.load(chain, combination).optimizer_bytes_per_byte for combination in one.combinations} == {0.5}
+    assert {one.load(costs, combination).optimizer_bytes_per_byte for combination in one.combinations} == {0.5}
     rule, plain = (CutRule(num_stages=4, search=each) for each in (one, search()))
     assert (rule.optimizer_bytes_per_byte, plain.optimizer_bytes_per_byte) == (0.5, 2.0)
 
@@ -121,18 +119,18 @@ def with_fixed_cost(_: int, samples: int) -> UnitSeconds:
 @pytest.mark.parametrize("times", [each_sample(1.0), with_fixed_cost])
 def test_what_does_not_fit_is_not_chosen(clock: Callable[[Times], None], times: Times) -> None:
     clock(times)
-    chain = chain_of()
-    free = choose(search(), chain)
+    costs = table_of()
+    free = choose(search(), costs)
     peaks = sorted({each.peak_bytes for each in free.alternatives})
     for limit in (peaks[1], peaks[len(peaks) // 2], free.alternatives[0].peak_bytes - 1):
-        tight = choose(search(memory_bytes=limit), chain)
+        tight = choose(search(memory_bytes=limit), costs)
         assert tight.alternatives[0].fits
         assert tight.alternatives[0].peak_bytes <= limit
         assert [each.fits for each in tight.alternatives] == [each.peak_bytes <= limit for each in tight.alternatives]
         fastest = min(each.step_seconds for each in free.alternatives if each.peak_bytes <= limit)
         assert tight.alternatives[0].step_seconds <= 1.01 * fastest
     least = min(each.peak_bytes for each in free.alternatives)
-    nothing = choose(search(memory_bytes=1), chain).alternatives
+    nothing = choose(search(memory_bytes=1), costs).alternatives
     assert not nothing[0].fits
     assert nothing[0].peak_bytes == least
 
@@ -141,16 +139,13 @@ def test_stages_take_as_long_as_each_other(clock: Callable[[Times], None]) -> No
     """The first layer takes as long as the seven others."""
     clock(lambda index, samples: UnitSeconds(*[samples * (7.0 if index == 0 else 1.0)] * 3))
     one = Search(num_ranks=2, num_samples=16, combinations=combinations(("1f1b",), (4,), None, 2))
-    assert choose(one, chain_of()).cuts == (0,)
-    assert choose(one, chain_of(), outside_bytes=4 * 10**9).alternatives[0].peak_bytes >= 4 * 10**9
+    assert choose(one, table_of()).cuts == (0,)
 
 
 def test_a_search_without_enough_cuts_says_so(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1.0))
-    planned = make_planned(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.randn(16, WIDTH), rule=CutRule(num_stages=1))
-    assert planned.assignment is not None
     with pytest.raises(PartitionError, match="Cannot form 2 stages"):
-        choose(search(), planned.assignment.chain)
+        choose(search(), table_of(num_layers=1, num_stages=1))
 
 
 def test_combinations_are_those_that_a_schedule_allows() -> None:
@@ -227,7 +222,7 @@ def test_that_layers_are_timed_is_told_once(monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
     monkeypatch.setattr(planning, "telling", telling)
-    chain_of()
+    table_of()
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     make_planned(layers, torch.randn(16, WIDTH), rule=CutRule(num_stages=2, balance="seconds"))
     assert told == ["Timing the model's layers"]

@@ -5,24 +5,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import combinations, pairwise
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, TraceError, UnsupportedError, make_plan
-from lightning_fxpipe.planner import cut_rule
+from lightning_fxpipe.planner import measured_costs, unit_costs
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.partition import Weights
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.recompute_rule import RecomputeRule
 from lightning_fxpipe.planner.stage_costs import stage_work
-from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule
-from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.planner.unit_costs import UnitCosts
+from lightning_fxpipe.simulation.costs import StageWork
 from tests.lit import LitModel
 from tests.models import make_samples
 
@@ -60,6 +65,12 @@ def test_each_balance_cuts_elsewhere() -> None:
     assert cut["memory"] == "layers"
 
 
+def table_of(planned: Planned) -> UnitCosts:
+    assert planned.assignment is not None
+    assert planned.region is not None
+    return UnitCosts(chain=planned.assignment.chain, call=planned.region)
+
+
 def work_of(rule: CutRule) -> tuple[StageWork, ...]:
     planned = make_planned(Uneven(), torch.arange(64), rule=rule)
     assert planned.assignment is not None
@@ -74,8 +85,7 @@ def test_a_plan_tells_what_its_stages_take_where_an_order_is_made_from_it(monkey
     first, last = work_of(CutRule(num_stages=2, split_points=points, tells_work=True))
     planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=2, split_points=points))
     assert planned.assignment is not None
-    chain, cuts = planned.assignment.chain, planned.assignment.cuts
-    assert (first, last) == stage_work(chain, unit_costs(chain), cuts)
+    assert (first, last) == stage_work(table_of(planned), planned.assignment.cuts)
     assert first.forward < last.forward
     again = work_of(CutRule(num_stages=2, split_points=points, tells_work=True, recompute=RecomputeRule.of(["wide"])))
     assert again[1].kept_bytes < last.kept_bytes
@@ -83,7 +93,7 @@ def test_a_plan_tells_what_its_stages_take_where_an_order_is_made_from_it(monkey
     def failing(chain: Any) -> Any:
         raise TraceError("It does not run on tensors without data.")
 
-    monkeypatch.setattr(cut_rule, "unit_costs", failing)
+    monkeypatch.setattr(unit_costs, "unit_operators", failing)
     assert work_of(CutRule(num_stages=2, split_points=points, tells_work=True)) == ()
 
 
@@ -91,24 +101,21 @@ def test_what_was_timed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(chain: Any, num_samples: int | None = None) -> tuple[UnitSeconds, ...]:
         return tuple(UnitSeconds(1.0, 2.0 if index else 0.0, 1.0 + index) for index in range(len(chain.units)))
 
-    monkeypatch.setattr(cut_rule, "measured_seconds", measured)
+    monkeypatch.setattr(measured_costs, "measured_seconds", measured)
     found = work_of(CutRule(num_stages=2, balance="seconds", tells_work=True))
     planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=2, balance="seconds"))
     assert planned.assignment is not None
-    chain = planned.assignment.chain
-    assert found == stage_work(chain, unit_costs(chain), planned.assignment.cuts, seconds=measured(chain))
+    costs, cuts = table_of(planned), planned.assignment.cuts
+    assert found == stage_work(costs, cuts, seconds=measured(costs.chain))
 
 
 def test_memory_is_that_of_states_and_of_all_microbatches() -> None:
-    planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=1))
-    assert planned.assignment is not None
-    assert planned.region is not None
-    chain, costs = planned.assignment.chain, unit_costs(planned.assignment.chain)
+    costs = table_of(make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=1)))
     for count in (1, 8):
-        weights = CutRule(num_stages=2, balance="memory", num_microbatches=count).demands(chain, planned.region).weights
-        states = [4 * unit.parameter_bytes for unit in costs]  # all train
+        weights = CutRule(num_stages=2, balance="memory", num_microbatches=count).demands(costs).weights
+        states = [4 * 4 * unit.num_parameters for unit in costs.chain.units]  # all train
         assert isinstance(weights, Weights)
-        assert [*weights.own] == [state + count * unit.saved_bytes for state, unit in zip(states, costs, strict=True)]
+        assert [*weights.own] == [state + count * kept for state, kept in zip(states, costs.kept_bytes, strict=True)]
     assert sum(states) == 4 * 4 * sum(parameter.numel() for parameter in Uneven().parameters())
 
 
@@ -119,8 +126,7 @@ def test_no_stage_is_much_heavier_than_it_has_to_be(name: str, balance: BalanceN
     rule = CutRule(num_stages=3, balance=balance)
     planned = make_planned(LitModel(name), make_samples(name, 4), rule=rule)
     assert planned.assignment is not None
-    assert planned.region is not None
-    demands = rule.demands(planned.assignment.chain, planned.region)
+    demands = rule.demands(table_of(planned))
     weights = demands.kinds[0]
     most = max(weights.of(position, position + 1) for position in range(demands.num_units))
     assert max(demands.of_stages(planned.assignment.cuts)) <= 1.2 * max(weights.total / 3, most)
@@ -137,13 +143,9 @@ def test_what_no_call_of_the_model_uses_is_held_by_the_last_stage() -> None:
             return self.net(batch).square().mean()
 
     rule = CutRule(num_stages=2, balance="memory")
-    planned = make_planned(Ending(), torch.randn(4, WIDTH), rule=rule)
-    assert planned.assignment is not None
-    assert planned.region is not None
-    last = unit_costs(planned.assignment.chain)[-1]
-    of_units = last.parameter_bytes + 3 * last.gradient_bytes + last.saved_bytes
-    weights = rule.demands(planned.assignment.chain, planned.region).kinds[0]
-    assert weights.own[-1] == of_units + 4 * 100 * 4
+    costs = table_of(make_planned(Ending(), torch.randn(4, WIDTH), rule=rule))
+    of_unit = 4 * 4 * costs.chain.units[-1].num_parameters + costs.kept_bytes[-1]
+    assert rule.demands(costs).kinds[0].own[-1] == of_unit + 4 * 100 * 4
 
 
 def test_stages_begin_where_the_user_wants() -> None:
@@ -270,7 +272,7 @@ def test_a_device_that_is_twice_as_fast_gets_twice_as_much(balance: str) -> None
 
 
 def test_seconds_count_on_the_device_that_they_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_rule, "measured_seconds", lambda chain: [UnitSeconds(1.0, 1.0, 1.0)] * len(chain.units))
+    monkeypatch.setattr(measured_costs, "measured_seconds", lambda chain, _: [UnitSeconds(1.0, 1.0, 1.0)] * len(chain.units))
     batch = torch.randn(8, WIDTH)
     for speeds, layers in (([2, 1], [4, 8]), ([1, 2], [8, 4]), ((), [6, 6])):
         plan = make_plan(equal_layers(), batch, num_stages=2, balance="seconds", device_speeds=speeds, num_microbatches=4)
@@ -383,3 +385,67 @@ def test_a_weight_that_two_stages_hold_counts_in_both() -> None:
     assert held_by(plan) == [40 * WIDTH + 4 * WIDTH * WIDTH] * 2
     assert make_plan(TiedEnds(), torch.arange(16), num_stages=2, balance="memory").stages[1].first_module.startswith("layers.4")
     assert max(held_by(make_plan(TiedEnds(12), torch.arange(16), num_stages=4))) <= 1.05 * (40 * WIDTH + 2 * WIDTH * WIDTH)
+
+
+# ---------------------------------------------------------------------- every weight and constraint by brute force
+
+
+@pytest.fixture(scope="module")
+def tied() -> UnitCosts:
+    rule = CutRule(num_stages=1, opened=frozenset(["layers"]))
+    costs = table_of(make_planned(TiedEnds(), torch.arange(16), rule=rule))
+    assert len(costs.chain.units) == 10
+    return costs
+
+
+def weights_of_stages(costs: UnitCosts, kept: list[int], cuts: tuple[int, ...], measure: str) -> list[float]:
+    """By the parameters of each stage, each once, and sums over its units."""
+    parameters = dict(costs.chain.traced.root.named_parameters())
+    found = []
+    for stage, (start, end) in enumerate(pairwise((0, *(cut + 1 for cut in cuts), len(costs.chain.units)))):
+        fqns = {fqn for unit in costs.chain.units[start:end] for fqn in unit.tensor_fqns}
+        held = sum(parameters[fqn].numel() for fqn in fqns)
+        flops = sum(unit.flops for unit in costs.operators[start:end])
+        memory = 4 * 4 * held + kept[stage] * sum(costs.kept_bytes[start:end])
+        found.append({"parameters": held, "flops": flops, "memory": memory}[measure])
+    return found
+
+
+@given(
+    num_stages=st.integers(1, 4),
+    balance=st.sampled_from(["parameters", "flops", "memory"]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    speeds=st.just([]) | st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=4, max_size=4),
+    pins=st.dictionaries(st.integers(0, 7), st.integers(0, 3), max_size=2),
+    memory=st.none() | st.integers(6_000, 25_000),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_weight_and_constraint_equals_brute_force(tied: UnitCosts, **drawn: Any) -> None:
+    num_stages, memory, speeds = drawn["num_stages"], drawn["memory"], tuple(drawn["speeds"][: drawn["num_stages"]])
+    pins = {layer: stage for layer, stage in drawn["pins"].items() if stage < num_stages}
+    memory_bytes = () if memory is None else (memory,) * num_stages
+    load = Load(schedule=drawn["schedule"], num_ranks=num_stages, num_microbatches=4, speeds=speeds, memory_bytes=memory_bytes)
+    stage_of = tuple((f"layers.{layer}", stage) for layer, stage in pins.items())
+    must_fit = memory is not None
+    rule = CutRule(num_stages=num_stages, balance=drawn["balance"], stage_of=stage_of, load=load, must_fit=must_fit)
+    shares = [1.0] * num_stages
+    if speeds and rule.balance != "memory":
+        shares = [speed / max(speeds) for speed in reversed(speeds)]  # rank 0 has the last stage
+    kept = [4 if load.schedule == "gpipe" else num_stages - stage for stage in range(num_stages)]
+    legal = [position for position, cost in enumerate(tied.cut_costs) if cost is not None]
+    possible = {}
+    for cuts in combinations(legal, num_stages - 1):
+        if any(bisect_left(cuts, layer + 1) != stage for layer, stage in pins.items()):
+            continue  # the embedding is the unit before the first layer
+        needs = weights_of_stages(tied, kept, cuts, "memory")
+        buffers = [*(2 * tied.chain.sites[cut].num_bytes for cut in cuts), 0]
+        if memory is None or all(need + buffer <= memory for need, buffer in zip(needs, buffers, strict=True)):
+            weights = weights_of_stages(tied, kept, cuts, rule.balance)
+            possible[cuts] = max(math.ceil(weight / share) for weight, share in zip(weights, shares, strict=True))
+    if not possible:
+        with pytest.raises(PartitionError):
+            rule.cuts(tied)
+        return
+    found = rule.cuts(tied)
+    assert found in possible
+    assert possible[found] <= min(possible.values()) + 1  # shares of whole numbers

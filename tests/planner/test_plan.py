@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.plan import SCHEMA_VERSION, BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec, run_words
-from lightning_fxpipe.planner.stage_work import StageWork
+from lightning_fxpipe.simulation.costs import StageWork
 
 
 def boundary(name: str, **changes: Any) -> BoundaryTensor:

@@ -22,7 +22,7 @@ from lightning_fxpipe.planner.partition import Demands, Weights, cheapest_cuts, 
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan
 from lightning_fxpipe.planner.planning import plan_region
 from lightning_fxpipe.planner.step_plan import make_plan
-from lightning_fxpipe.planner.weighing import parameter_weights
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.tracing import trace as trace_module
 from lightning_fxpipe.tracing.recordable import RegionCall
@@ -71,7 +71,7 @@ def test_plan_has_exactly_the_stages_asked_for_and_every_parameter(name: str, nu
 def finest(name: str) -> tuple[Chain, Weights]:
     call = call_of(make_samples(name, BATCH)[0])
     chain = build_chain(trace_region(make_model(name), call, opened=None))
-    return chain, parameter_weights(chain, call)
+    return chain, UnitCosts(chain=chain, call=call).parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -91,7 +91,7 @@ def planned(name: str, num_stages: int) -> Assignment:
     call = call_of(make_samples(name, BATCH)[0])
     chain = build_chain(trace_region(make_model(name), call, opened=plan_of(name, num_stages).opened))
     costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
-    return Assignment(chain=chain, cuts=cheapest_cuts(Demands(parameter_weights(chain, call), costs, num_stages)))
+    return Assignment(chain=chain, cuts=cheapest_cuts(Demands(UnitCosts(chain=chain, call=call).parameters, costs, num_stages)))
 
 
 @pytest.mark.parametrize("name", MODELS)

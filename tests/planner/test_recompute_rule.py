@@ -16,11 +16,12 @@ from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.recompute_rule import Load, RecomputeRule, blocks_of
 from lightning_fxpipe.planner.step_plan import make_planned
-from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.simulation.by_name import table_of
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.stages.build import build_stage
 from lightning_fxpipe.stages.memory import SavedBytes
+from tests.traces import call_of
 
 WIDTH = 8
 
@@ -61,7 +62,11 @@ def assignment_of(net: nn.Module, num_stages: int = 2) -> Assignment:
 
 def recomputed(net: nn.Module, value: Any, load: Load | None = None) -> tuple[str, ...]:
     assignment = assignment_of(net)
-    return RecomputeRule.of(value).modules(assignment.chain, assignment.cuts, load)
+    return RecomputeRule.of(value).modules(costs_of(assignment), assignment.cuts, load)
+
+
+def costs_of(assignment: Assignment) -> UnitCosts:
+    return UnitCosts(chain=assignment.chain, call=call_of(BATCH))
 
 
 def test_all_blocks_are_the_entries_of_lists_and_what_the_graph_calls_as_a_whole() -> None:
@@ -128,15 +133,11 @@ def test_as_few_are_taken_as_the_memory_needs() -> None:
     assert recomputed(wide, "auto", None) == ()  # nobody knows what there is
     everything = recomputed(wide, "auto", load(1))
     assert set(everything) == set(recomputed(wide, True))
-    costs = unit_costs(assignment.chain)
-    kept = [
-        sum(unit.saved_bytes for unit in part) for part in (costs[: assignment.cuts[0] + 1], costs[assignment.cuts[0] + 1 :])
-    ]
+    costs, middle = costs_of(assignment), assignment.cuts[0] + 1
     # A little less than what GPipe keeps: one block is enough, on the stage that keeps the most.
-    needs = [
-        sum(unit.parameter_bytes + 3 * unit.gradient_bytes for unit in part) + 4 * saved
-        for part, saved in zip((costs[: assignment.cuts[0] + 1], costs[assignment.cuts[0] + 1 :]), kept, strict=True)
-    ]
+    parts = [slice(None, middle), slice(middle, None)]
+    parameter_bytes = [sum(4 * unit.num_parameters for unit in costs.chain.units[part]) for part in parts]
+    needs = [4 * own + 4 * sum(costs.kept_bytes[part]) for own, part in zip(parameter_bytes, parts, strict=True)]
     one = recomputed(wide, "auto", load(max(needs) - 1))
     assert 1 <= len(one) <= 2
     assert states > 0
@@ -146,8 +147,7 @@ def test_as_few_are_taken_as_the_memory_needs() -> None:
     for limit in (1, max(needs) - 1, max(needs)):
         assert recomputed(wide, "auto", load(limit, table)) == recomputed(wide, "auto", load(limit, "1f1b"))
     # Where the optimizer keeps less, so much less memory is needed.
-    parts = (costs[: assignment.cuts[0] + 1], costs[assignment.cuts[0] + 1 :])
-    shared_out = max(need - sum(unit.gradient_bytes for unit in part) for need, part in zip(needs, parts, strict=True))
+    shared_out = max(need - own for need, own in zip(needs, parameter_bytes, strict=True))
     assert recomputed(wide, "auto", replace(load(shared_out), optimizer_bytes_per_byte=1.0)) == ()
     assert recomputed(wide, "auto", replace(load(shared_out - 1), optimizer_bytes_per_byte=1.0)) != ()
     assert recomputed(wide, "auto", load(shared_out)) != ()
@@ -159,7 +159,7 @@ def test_as_few_are_taken_as_the_memory_needs() -> None:
 def test_a_stage_that_recomputes_gives_the_same_and_keeps_less(value: Any) -> None:
     net = Net()
     assignment = assignment_of(net)
-    paths = RecomputeRule.of(value).modules(assignment.chain, assignment.cuts, None)
+    paths = RecomputeRule.of(value).modules(costs_of(assignment), assignment.cuts, None)
     found: list[tuple[Tensor, dict[str, Tensor], int]] = []
     for marked in ((), paths):
         net.zero_grad()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_fxpipe import FxPipeStrategy, PartitionPlan, Recording, read_recording
-from lightning_fxpipe.planner.stage_costs import costs_of_work
 from lightning_fxpipe.recording.expected import table_of
 from lightning_fxpipe.simulation import ActionTable, by_name, simulate
 from lightning_fxpipe.simulation.costs import StageCosts, even
@@ -56,7 +55,7 @@ def test_every_rank_runs_the_order_for_the_plans_costs(ranks: Ranks, tmp_path: P
     results = ranks(2).run(fit, schedule, str(tmp_path))
     plan: PartitionPlan = results[0]["plan"]
     assert results[1]["plan"] == plan
-    costs = costs_of_work(plan.stage_work)
+    costs = tuple(each.costs for each in plan.stage_work)
     assert max(cost.forward_seconds for cost in costs) > 2 * min(cost.forward_seconds for cost in costs)
     wanted = simulate(costs, num_microbatches=NUM_MICROBATCHES, schedule=schedule)
     assert executed(tmp_path) == wanted.table

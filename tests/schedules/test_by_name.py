@@ -8,8 +8,6 @@ import pytest
 
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import ScheduleError
-from lightning_fxpipe.planner.stage_costs import costs_of_work
-from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.schedules import by_name
 from lightning_fxpipe.schedules.by_name import (
     SCHEDULES,
@@ -19,7 +17,7 @@ from lightning_fxpipe.schedules.by_name import (
 )
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks, table_of
-from lightning_fxpipe.simulation.costs import StageCosts, even
+from lightning_fxpipe.simulation.costs import StageCosts, StageWork, even
 from lightning_fxpipe.simulation.orders import gpipe, interleaved, looped_breadth_first
 from lightning_fxpipe.simulation.simulator import run_table
 
@@ -91,7 +89,7 @@ WORK = tuple(
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("zero_bubble", 4), ("zero_bubble_v", 2)])
 def test_an_order_is_made_from_what_the_stages_take(name: str, num_ranks: int) -> None:
-    schedule, placement, costs = SCHEDULES[name], placement_of(name, num_ranks), costs_of_work(WORK)
+    schedule, placement, costs = SCHEDULES[name], placement_of(name, num_ranks), tuple(each.costs for each in WORK)
     found = training_order(schedule, placement, 9, WORK)
     assert found == simulate(costs, num_microbatches=9, schedule=name).table  # type: ignore[arg-type]
     equal = table_of(name, even(costs), 9)  # type: ignore[arg-type]
@@ -118,5 +116,5 @@ def test_stages_whose_memory_has_no_order_have_that_of_equal_ones(monkeypatch: p
     by_name._table.cache_clear()
     place = placement_of("zero_bubble_v", 2)
     assert training_order(SCHEDULES["zero_bubble_v"], place, 9, WORK) == table_of("zero_bubble_v", [COST] * 4, 9)
-    assert asked[0] == costs_of_work(WORK)
+    assert asked[0] == tuple(each.costs for each in WORK)
     by_name._table.cache_clear()

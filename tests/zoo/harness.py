@@ -23,7 +23,7 @@ from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.partition import Demands, cheapest_cuts
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import describe_plan, plan_region
-from lightning_fxpipe.planner.weighing import parameter_weights
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.recordable import RegionCall
@@ -71,7 +71,7 @@ class Traces:
         call = self._call(SIZES[0])
         chain = build_chain(self._trace(self.root, call, opened=plan.opened))
         costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
-        cuts = cheapest_cuts(Demands(parameter_weights(chain, call), costs, num_stages))
+        cuts = cheapest_cuts(Demands(UnitCosts(chain=chain, call=call).parameters, costs, num_stages))
         return describe_plan(Assignment(chain=chain, cuts=cuts), call)
 
     def assignment(self, num_stages: int, *, training: bool, size: int = SIZES[0]) -> Assignment:
