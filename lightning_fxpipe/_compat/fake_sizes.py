@@ -124,7 +124,7 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
         for name in "sqrt cos cosh sin sinh tan tanh asin acos atan log2".split()  # noqa: SIM905
     },
 }
-# What numpy calls by another name, and what the standard library has as builtins.
+# Functions of numpy, most of which have the names of those of math.
 _OF_NUMPY = {
     **{{"pow": "power", "asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(name, name): name for name in _OF_NUMBERS},
     "minimum": "min",
