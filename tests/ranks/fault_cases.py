@@ -244,13 +244,15 @@ def cases_of_schedules(schedules: Sequence[str], seed: int, count: int) -> list[
     cases = []
     for number in range(count):
         num_ranks = choose.choice([2, 3])
-        place = choose.choice(PASS_PLACES)
+        place, kind = choose.choice(PASS_PLACES), choose.choice(kinds)
+        # A forward that raises an error at its tenth call depends on how often other blocks were called, and is refused.
+        latest = 6 if place == "forward" and (kind in ERRORS or kind in ODD_ERRORS) else 24
         cases.append(
             Case(
                 place=place,
-                kind=choose.choice(kinds),
+                kind=kind,
                 rank=choose.randrange(num_ranks),
-                at=choose.randint(1, 24),
+                at=choose.randint(1, latest),
                 num_ranks=num_ranks,
                 schedule=schedules[number % len(schedules)],
             )
