@@ -282,16 +282,7 @@ def trace_region(
         UnsupportedError: Modules pass tensors on in an object that is theirs together.
     """
     first_calls = FirstCalls(root)
-    record = partial(
-        _trace_region,
-        root,
-        first_calls=first_calls,
-        opened=opened,
-        device=device,
-        check=check,
-        first=first,
-        answers_looks=answers_looks,
-    )
+    record = partial(_trace_region, root, first_calls, opened, device, check, first, answers_looks)
     traced = call.in_its_state(root, record)
     first_calls.give_again()
     return traced
@@ -299,14 +290,13 @@ def trace_region(
 
 def _trace_region(
     root: nn.Module,
-    call: Recordable,
-    *,
     first_calls: FirstCalls,
     opened: Collection[str] | None,
     device: torch.device | None,
     check: bool,
     first: TracedRegion | None,
     answers_looks: bool,
+    call: Recordable,
 ) -> TracedRegion:
     signature, _ = sign(root, call)
     if first is not None and (opened is None or {*opened} != {*first.opened, *first.kept_whole}):

@@ -455,7 +455,7 @@ MUTANTS = [
             ),
             (
                 "shared_state",
-                "            for found in self._set_on_root():\n",
+                "            for found in self._set_for_hooks():\n",
                 "            for found in ():\n",
                 "test_a_module_that_counts_on_one_that_it_is_no_part_of_is_refused",
                 "the step uses what the last stage's layers have left on the model",
