@@ -157,6 +157,7 @@ class FailureWatch:
         self.num_failed_runs = 0
         self._own: Failure | None = None
         self._pending: Failure | None = None
+        self._was_stopped = False  # the main thread, for another rank's failure
         self._handled_until = 0.0  # how long an error that is being handled may keep the main thread from another rank's
         self._owner = os.getpid()
         self._first_hook: Callable[..., Any] = sys.excepthook
@@ -192,7 +193,7 @@ class FailureWatch:
         self._run += 1
         self._ended.clear()
         self._own = self._pending = None
-        self._has_told = False
+        self._has_told = self._was_stopped = False
         self._in_run = True
         if not self._is_connected:
             self._is_connected = True
@@ -215,6 +216,8 @@ class FailureWatch:
         pending = self._pending
         if pending is not None and isinstance(error, (KeyboardInterrupt, SystemExit)):
             return error
+        if pending is not None and self._was_stopped:  # and code has caught that, such as a dry run
+            return _raised_for(pending, self._rank)
         if any(_is_lost_connection(e) for e in chain):
             other = self._failure_of_others(_ORDER_SECONDS)
             if other is not None:
@@ -301,6 +304,7 @@ class FailureWatch:
         in_finalizer = frame is not None and (frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__)
         is_handling = sys.exception() is not None and time.monotonic() < self._handled_until
         if self._pending is not None and not self._ended.is_set() and not in_finalizer and not is_handling:
+            self._was_stopped = True
             raise _raised_for(self._pending, self._rank)
 
     def _leave(self) -> None:

@@ -167,7 +167,7 @@ class TimedChain:
 
     @cached_property
     def legal(self) -> list[int]:
-        """Where a cut may fall."""
+        """Positions of the units after which a cut may fall."""
         return [position for position, num_bytes in enumerate(self.cut_bytes) if num_bytes is not None]
 
     @cached_property

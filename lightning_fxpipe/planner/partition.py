@@ -138,7 +138,7 @@ class Demands:
 
     @cached_property
     def legal(self) -> list[int]:
-        """Where a cut may fall."""
+        """Positions of the units after which a cut may fall."""
         return [position for position, cost in enumerate(self.cut_costs) if cost is not None]
 
     @property

@@ -34,7 +34,7 @@ from lightning_fxpipe.tracing.repeat import Repeat, modes_of
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a unit takes, apart from its place in the chain.
+    """Work of a unit, apart from its place in the chain: units that are alike share it.
 
     Attributes:
         forward, input_backward, weight_backward: Its operators.
@@ -216,7 +216,7 @@ class _Measurement:
         return inputs, values
 
     def _value_of(self, node: fx.Node) -> Any:
-        """What a node has given; an input of the region, or a weight that its own code takes, is made at its first use."""
+        """Returns the result of a node; makes an input of the region, or a weight that its own code takes, at its first use."""
         if node not in self._values:
             self._values[node] = self.repeat.blank(node)
             self._kept.add(storage_key(self._values[node]))

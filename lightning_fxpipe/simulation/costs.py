@@ -81,7 +81,7 @@ class StageWork:
 
     @property
     def costs(self) -> StageCosts:
-        """The same as costs, in a unit of time of unknown length."""
+        """Costs of the stage, in a unit of time of unknown length."""
         return StageCosts(
             forward_seconds=self.forward,
             input_backward_seconds=self.input_backward,

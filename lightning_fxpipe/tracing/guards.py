@@ -65,7 +65,7 @@ class AttributeOfOther:
     name: str
 
     def value(self, root: nn.Module) -> Any:
-        """What it is now."""
+        """Returns its present value."""
         return getattr(self.module, self.name, _ABSENT)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What units compute and keep, against the published formulas for a GPT block and against autograd on real tensors."""
+"""Operators and kept bytes of units, against the published formulas for a GPT block and against autograd on real tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS, BATCH, HIDDEN, HEADS = 64, 2, 128, 4  # s, b, h and a of the papers
 
 
 class GPTBlock(nn.Module):
-    """As in Reducing Activation Recomputation (arXiv 2205.05198), figure 2: dropout, and attention by single operators."""
+    """The block of figure 2 in Reducing Activation Recomputation (arXiv 2205.05198): dropout, attention by single operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -221,6 +221,24 @@ def test_an_error_of_a_started_process_is_told_once(tmp_path: Path) -> None:
     assert "on_exception 0 PeerError" in output
 
 
+def test_what_fails_after_code_has_swallowed_the_failure_of_another_rank_is_told_as_its_consequence(tmp_path: Path) -> None:
+    """A dry run catches whatever the code that it runs raises, and goes on."""
+    swallows = """
+        if batch_idx == 5 and self.global_rank == 0:
+            try:
+                while True:
+                    pass
+            except Exception:
+                pass
+            raise LookupError("which follows from it")
+    def configure_optimizers"""
+    status, output = run_script(tmp_path, "error", SCRIPT.replace("\n    def configure_optimizers", swallows))
+    assert status == 1
+    assert output.count("Traceback (most recent call last)") == 1
+    assert "[rank 0] stopped because rank 1 failed: ValueError: the original error" in output
+    assert "LookupError: which" not in output
+
+
 def test_an_interrupt_of_the_main_process_ends_the_run_in_order(tmp_path: Path) -> None:
     status, output = run_script(tmp_path, str(int(signal.SIGINT)))
     assert status == 1

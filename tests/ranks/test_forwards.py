@@ -1,4 +1,4 @@
-"""What a model's own forward counts, keeps, caches and prints between its layers is that of one device."""
+"""State that a model's own forward counts, keeps and caches between its layers equals that of one device."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Tells(Layers):
         for index, layer in enumerate(self.layers):
             x = layer(x)
             _logger.info("layer %d: %s", index, tuple(x.shape))
-            print("layer", index, file=None)
+            print("layer", index)
             self.seconds.append(time.perf_counter() - begin)
         return x
 
