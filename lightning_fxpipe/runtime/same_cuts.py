@@ -32,12 +32,15 @@ def check_same_cuts(
     # User code that fails while it is recorded makes another graph; where it does so on one rank alone, its error is here only.
     reasons = [f"{path} is not split ({reason})" for path, reason in assignment.chain.traced.kept_whole.items()]
     cuts = [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]
+    nodes = assignment.chain.traced.graph.nodes
+    # Which result of a module is which of the tensors that it leaves on itself.
+    left = [(node.name, node.meta["sides"]) for node in nodes if node.meta.get("sides")]
     differs = TraceError(
         "The ranks recorded different graphs of the same step.",
-        expected="the same tensors across each cut on every rank",
+        expected="the same tensors across each cut, and left on modules, on every rank",
         todo="Look for code that depends on the rank, on buffer values, on unseeded random numbers or on the order of a set.",
     )
-    found = cuts if symbolic is None else (symbolic, cuts)
+    found = (cuts, left) if symbolic is None else (symbolic, cuts, left)
     try:
         check_agreement(topology.control_group, found, differs, [*reasons, *filter(None, [ends_because])])
     except TraceError as error:

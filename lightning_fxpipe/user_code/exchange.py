@@ -74,8 +74,13 @@ class OwnAttributes:
             self._versions = [(key, value, version_of(value)) for key, value in tensors if not value.is_inference()]
 
     def assigned_tensors(self) -> dict[str, Tensor]:
-        """Tensors that the module has got as plain attributes since, by name."""
-        return {key: value for key in self._changed() if isinstance(value := vars(self._module).get(key), Tensor)}
+        """Tensors that the module has got as plain attributes since, by name, in the order of the names.
+
+        The order in which a module holds its attributes is that in which they were first set, which is another one on a rank
+        where a stage reads what another stage sets.
+        """
+        names = sorted(key for key in self._changed() if isinstance(key, str))
+        return {name: value for name in names if isinstance(value := vars(self._module).get(name), Tensor)}
 
     def changed_values(self) -> list[str]:
         """Names of plain attributes that are something else since, and no new tensors: a tensor can have been written to."""

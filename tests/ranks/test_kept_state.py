@@ -66,6 +66,10 @@ class CallsOfTheStep(OneCall):
 
 RUNS = {
     "one call": Run(module=OneCall, strategy={"num_microbatches": 4}, options={"max_epochs": 1}),
+    # A rank that only undoes it has got the statistics in the order in which it reads them when validation is recorded.
+    "validated later": Run(
+        module=OneCall, strategy={"num_microbatches": 2}, options={"max_epochs": 1, "num_sanity_val_steps": 0}
+    ),
     "the step's": Run(module=CallsOfTheStep, strategy={"num_microbatches": 2, "schedule": "1f1b"}, options={"max_epochs": 1}),
 }
 
