@@ -58,6 +58,7 @@ WITHOUT_TORCH = {
 ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {
     *("_compat.torch", "_compat.fake_calls", "_compat.fake_sizes", "_compat.checkpoints", "_compat.autograd", "_compat.modes"),
+    "_compat.operators",
     *(
         "_compat.lightning",
         "_compat.loops",

@@ -1,7 +1,8 @@
 """Private names of torch and Lightning, and nothing else; each has its reason, its versions and a canary test.
 
-- ``torch``: torch's, but for those of the next seven.
+- ``torch``: torch's, but for those of the next eight.
 - ``fake_calls``, ``fake_sizes``: of operators on tensors without data, and of arithmetic on their sizes.
+- ``operators``: of their schemas.
 - ``autograd``: of its autograd engine.
 - ``step_hooks``: of the hooks around steps of its optimizers.
 - ``modes``: its modes, and their stack.

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from lightning_fxpipe._compat.modes import TorchDispatchMode
+from lightning_fxpipe._compat.operators import is_writing, written_arguments
 
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
 _BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -137,11 +138,20 @@ class Likeness:
             return FakeTensor(self._mode, copy, made.device)
 
 
+class WritesData(RuntimeError):
+    """Code that runs on fakes changes a tensor with data in place, as one that a list holds."""
+
+    def __init__(self) -> None:
+        super().__init__("a tensor is changed in place that is neither an argument nor an attribute of a module")
+
+
 class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lies above a fake mode, and answers operators that this has run before.
 
     Not those of others than torch, those whose result goes by data, and those that return anything but arguments and tensors
     with memory of their own or of one argument, or that change what an argument is.
+
+    Nothing writes to a tensor with data: the fake mode takes that for a constant, and would write to it.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -159,6 +169,8 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not self._mode:  # there is data in this call
             return func(*args, **kwargs)
+        if is_writing(func) and any(not isinstance(tensor, FakeTensor) for tensor in written_arguments(func, args, kwargs)):
+            raise WritesData
         follows = self._follows.get(func)
         if follows is None:
             follows = self._follows[func] = _follows_from_metadata(func)

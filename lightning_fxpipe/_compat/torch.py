@@ -10,7 +10,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -232,34 +231,6 @@ def storage_key(tensor: Tensor) -> int:
 def is_in_memory(tensor: Tensor, storages: Collection[int]) -> bool:
     """Whether a tensor's memory is one of those that :func:`storage_key` names."""
     return bool(storages) and tensor.layout is torch.strided and storage_key(tensor) in storages
-
-
-def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes into. Of a function that is no operator none."""
-    found: list[Any] = []
-    for position, name in _written_places(func) if isinstance(func, torch._ops.OpOverload) else ():
-        value = kwargs[name] if name in kwargs else (*args, *[None] * (position + 1))[position]
-        found += value if isinstance(value, (list, tuple)) else [value]
-    return [value for value in found if isinstance(value, Tensor)]
-
-
-def is_writing(func: Any) -> bool:
-    """Whether a function is an operator that writes into an argument."""
-    return isinstance(func, torch._ops.OpOverload) and bool(_written_places(func))
-
-
-@cache  # an operator is there as long as the process
-def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an operator writes into, by its schema, to which there is no public way.
-
-    The schemas of batch norm do not say that they write their running statistics. torch 2.9-2.15.
-    """
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(operator._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in ("running_mean", "running_var")
-    )
 
 
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

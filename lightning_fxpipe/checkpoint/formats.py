@@ -27,6 +27,9 @@ from lightning_fxpipe.checkpoint.safetensors_files import CHECKSUMS, read_safete
 
 # Lightning's entry by which it knows its checkpoints, and refuses others.
 VERSION_KEY = "pytorch-lightning_version"
+# Entries that the module loads; averaged weights may be the first, with the others beside them. What hooks have put into other
+# entries, they get as it was.
+MODULE_STATES = ("state_dict", "current_model_state")
 # An entry that has the state of one optimizer.
 OPTIMIZER = r"optimizer_\d+"
 # Under what other programs keep the weights in a file of theirs.
@@ -154,17 +157,16 @@ def _is_state_dict(content: Mapping[Any, Any]) -> bool:
 
 
 def _without_unwanted(checkpoint: dict[str, Any], is_wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """The checkpoint with tensors on the meta device for what is not wanted, in every state of the model that it holds."""
+    """The checkpoint with tensors on the meta device for what is not wanted, in the states of the module that it holds."""
     names = checkpoint["state_dict"].keys()
 
     def stripped(value: Any) -> Any:
-        # Weights beside averaged ones have the same names.
-        if not isinstance(value, Mapping) or not value or not names & value.keys():
+        if not isinstance(value, Mapping):
             return value
         items = {key: entry if key not in names or is_wanted(key) else _on_meta(entry) for key, entry in value.items()}
         return with_items(value, items)
 
-    return {key: stripped(value) for key, value in checkpoint.items()}
+    return {key: stripped(value) if key in MODULE_STATES else value for key, value in checkpoint.items()}
 
 
 def with_items(state: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:

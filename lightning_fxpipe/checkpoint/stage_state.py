@@ -22,6 +22,7 @@ from lightning_fxpipe.checkpoint.checksums import CHECKSUMS_FILE
 from lightning_fxpipe.checkpoint.damage import damage_error
 from lightning_fxpipe.checkpoint.folders import BESIDE, Folder, KeyPath, open_folder
 from lightning_fxpipe.checkpoint.formats import (
+    MODULE_STATES,
     OPTIMIZER,
     VERSION_KEY,
     is_distributed_folder,
@@ -229,7 +230,8 @@ def _read_folder(folder: Folder, expected: Mapping[str, Any], others: set[str], 
     root = folder.model_root
     beside = folder.entries(rf"{re.escape(BESIDE)}.+")
     places: dict[KeyPath, Tensor] = {(root, fqn): expected[fqn] for fqn in into if fqn in expected}
-    state = folder.read({root, *beside}, lambda path: path[1] not in others, places)
+    in_parts = {root, *(f"{BESIDE}{name}" for name in MODULE_STATES)}
+    state = folder.read({root, *beside}, lambda path: path[0] not in in_parts or path[1] not in others, places)
     checkpoint = rest_of(folder)
     for name in (root, *beside):
         known = "state_dict" if name == root else name.removeprefix(BESIDE)

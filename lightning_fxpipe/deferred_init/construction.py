@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from lightning_fxpipe._compat.operators import written_arguments
 from lightning_fxpipe._compat.torch import (
     TorchDispatchMode,
     num_results_of,
@@ -28,7 +29,6 @@ from lightning_fxpipe._compat.torch import (
     takes_device,
     tree_map,
     version_of,
-    written_arguments,
 )
 from lightning_fxpipe.deferred_init.remake import Recording, is_empty_memory, is_random, on_device, tensors_in
 

@@ -290,9 +290,15 @@ class Hooks:
         return value
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Suspends around what every rank must do. Raises :class:`UnsupportedError` in a hook if some rank does not."""
+    def together(self, what: str, *, changes_gradients: bool = False) -> Iterator[None]:
+        """Suspends around what every rank must do. Raises :class:`UnsupportedError` in a hook if some rank does not.
+
+        Args:
+            what: What they do, for messages.
+            changes_gradients: Whether they change gradients in place: a hook may hold those that it has looked at.
+        """
         frame = self._frame
+        seen = None if frame is None else frame.gradients
         if frame is not None and not frame.is_joint and not has_failed():
             digest = _digest_of(what)
             are_back = True
@@ -302,8 +308,13 @@ class Hooks:
             if result[_ELSEWHERE] > 0 or result[_JOINING] != -result[_MINUS_JOINING]:
                 raise _not_together(what)
             self._follow_rank_zero(result)
+        renewed = None
         with self.suspend():
             yield
+            if changes_gradients and seen is not None:
+                renewed = self._whole.gradients_in(seen)
+        if frame is not None:
+            frame.gradients = renewed
 
     def _end(self, trainer: Trainer) -> None:
         """Takes part in what other ranks ask for, until none does, and makes the ranks equal again."""

@@ -203,6 +203,17 @@ class WholeModel:
             found |= {id(p): value for (p, _), value in zip((*strided, *sparse), sent, strict=True)}
         return {key: value for key, value in found.items() if key in self._placeholders}
 
+    def gradients_in(self, seen: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
+        """As :meth:`gradients`, in the tensors that were given before. Called by every rank."""
+        for key, gradient in (now := self.gradients()).items():
+            earlier = seen.get(key)
+            if gradient is None or earlier is None or _layout(gradient) != _layout(earlier) or _layout(gradient) != _STRIDED:
+                continue
+            with torch.no_grad():
+                earlier.copy_(gradient)
+            now[key] = earlier
+        return now
+
     def _note(self, tensors: Mapping[str, Tensor | None], kind: str) -> None:
         self.fingerprints.update(((kind, fqn), fingerprint(tensor)) for fqn, tensor in tensors.items())
 

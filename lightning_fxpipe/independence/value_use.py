@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import FakeTensor, TorchDispatchMode, storage_key, written_arguments
+from lightning_fxpipe._compat.operators import written_arguments
+from lightning_fxpipe._compat.torch import FakeTensor, TorchDispatchMode, storage_key
 from lightning_fxpipe.planner.recompute import READ_NOTHING, call_without_effect, tensors_in
 from lightning_fxpipe.pytree.sizes import size_symbols
 from lightning_fxpipe.reporting.messages import logger

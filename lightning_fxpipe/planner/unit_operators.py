@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from lightning_fxpipe._compat.modes import TorchDispatchMode
-from lightning_fxpipe._compat.torch import storage_key, written_arguments
+from lightning_fxpipe._compat.operators import written_arguments
+from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.planner.cost import Chain, Unit
 from lightning_fxpipe.planner.recompute import tensors_in

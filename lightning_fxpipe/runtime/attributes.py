@@ -139,8 +139,11 @@ class StepAttributes:
             for each in differences
             if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)
         ]
-        inside = () if self._inside is None else self._inside.differences()
-        return [*found, *(_change(self._module, self.state, each, made) for each in inside), *self._changed_buffers()]
+        if self._inside is not None:
+            found += [_change(self._module, self.state, each, made) for each in self._inside.differences()]
+            written = self._inside.written(self.written)
+            found += [_change(self._module, self.state, each, made, is_in_place=True) for each in written]
+        return [*found, *self._changed_buffers()]
 
     def _undone(self, assigned: Iterable[Difference]) -> Iterator[Difference]:
         """Yields what the code before the model's call has changed, on every rank, and the code after it has put back."""
@@ -221,8 +224,12 @@ class SubmoduleAttributes:
         self._module = module
         self._before = Snapshot({"self": module})
 
+    def begin(self) -> None:
+        """Takes what they hold now, which is the same on every rank."""
+        self._before = Snapshot({"self": self._module})
+
     def share(self, group: dist.ProcessGroup | None) -> list[str]:
-        """Gives every rank what another has changed. Called by every rank.
+        """Gives every rank what another has changed since it was last shared. Called by every rank.
 
         Returns:
             Names of what could not be sent.
@@ -242,6 +249,7 @@ class SubmoduleAttributes:
                 news = [change for change in changes if change.path not in known]
                 take_over(self._module, news, torch.device("cpu"))
                 known |= {change.path for change in news}
+        self.begin()
         return sorted({name for _, names in every for name in names})
 
 
@@ -339,7 +347,7 @@ def _write(tensor: Any, value: Tensor) -> bool:
     if tensor.is_meta or (tensor.is_inference() and not torch.is_inference_mode_enabled()):
         return False
     with torch.no_grad():
-        tensor.copy_(value)
+        tensor.data.copy_(value)  # which is no change to a stage's graph that has saved it: its forward had this value
     return True
 
 

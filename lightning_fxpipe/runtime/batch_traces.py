@@ -92,11 +92,11 @@ class BatchTraces:
         if self._topology.num_ranks < 3:
             return
         reading = found[0].stages_with_inputs
-        if step.kind not in self._reading:
-            # A step that looks at values is not even tried: on zeros a loop may have no end.
-            looks = self._traces.looks_at_values(step.kind)
-            if looks or not self._is_found_without_values(step, batch, size, found):
-                reading = frozenset(range(self._topology.num_stages))
+        # A step that looks at values is not even tried: on zeros a loop may have no end.
+        if step.kind not in self._reading and (
+            self._traces.needs_values(step.kind) or not self._is_found_without_values(step, batch, size, found)
+        ):
+            reading = frozenset(range(self._topology.num_stages))
         self._reading[step.kind] = self._reading.get(step.kind, frozenset()) | reading
 
     def _is_found_without_values(self, step: Step, batch: Any, size: int, expected: Found) -> bool:
@@ -112,7 +112,7 @@ class BatchTraces:
 
     def free_ranks(self, kind: StepKind) -> frozenset[int]:
         """The pipeline ranks, but for the last stage's, that a step's batches so far have shown to need no values of them."""
-        if kind not in self._reading or self._traces.looks_at_values(kind):
+        if kind not in self._reading or self._traces.needs_values(kind):
             return frozenset()
         placement = self._topology.placement
         needed = {self._topology.last_place, *map(placement.rank_of, self._reading[kind])}

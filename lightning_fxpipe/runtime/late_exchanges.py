@@ -10,16 +10,17 @@ and shared containers, if it changes any. These few places, most often none, are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import modules_inside
+from lightning_fxpipe._compat.torch import modules_inside, version_of
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.tracing.reachable import has_own_code, is_plain_value, is_same_value, reaches, written_place
+from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.bytecode import assigned_names, changes_containers, names_used
 from lightning_fxpipe.user_code.code_contents import Globals, functions_of
 from lightning_fxpipe.user_code.code_names import is_own_code
@@ -53,22 +54,71 @@ class _Watched:
         """Returns its contents."""
         return self.kind.take(self.owner)
 
-    def changed(self, before: Any, known: Collection[Path]) -> Path | None:
-        """Returns the place of a plain value that was another one before; None for those that are ``known`` to change."""
+    def changed(self, before: Any) -> Iterator[_Change]:
+        """Yields what is in the object and was not there before."""
         now = self.take()
         if before is ABSENT or now is ABSENT or is_same_value(now, before):
-            return None
-        if self.names is None and any(place[:-1] == self.path for place in known):  # such as a cache, which has another entry
-            return None
+            return
         if not isinstance(now, dict):
-            return self.path if is_plain_value(now) else None
-        keys = (key for key in changed_keys(before, now) if not is_same_value(before.get(key, ABSENT), now.get(key, ABSENT)))
-        places = ((*self.path, (self.kind.name, key)) for key in keys if is_plain_value(now.get(key)))
-        return next((each for each in places if each not in known and (self.names is None or each[-1][1] in self.names)), None)
+            yield _Change(self.path, now, had_other=True)
+            return
+        for key in changed_keys(before, now):
+            value, other = now.get(key, ABSENT), before.get(key, ABSENT)
+            if (self.names is None or key in self.names) and not is_same_value(other, value):
+                yield _Change((*self.path, (self.kind.name, key)), value, had_other=other is not ABSENT)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A value that a run of a stage has left.
+
+    Attributes:
+        place, value: Where, and what.
+        had_other: Whether another one was there.
+    """
+
+    place: Path
+    value: Any
+    had_other: bool
+
+
+class ChangedPlaces:
+    """Places in user state that have changed while code was recorded: a cache that is filled in one step is known in all.
+
+    Attributes:
+        live: Those in which anything may be.
+        settled: Those in which a second run leaves what the first has left, and that; others read it.
+    """
+
+    def __init__(self) -> None:
+        self.live: set[Path] = set()
+        self.settled: dict[Path, Any] = {}
+
+    def add(self, traced: TracedRegion) -> None:
+        """Adds those of a recording."""
+        self.live |= traced.recording.learned.changed
+        self.settled |= traced.recording.learned.settled
+
+    def has(self, change: _Change, container: Path | None) -> bool:
+        """Whether a change was found, and tried, in a recording; ``container`` is a list or a dict in which it is, as it may be
+        of a cache that has another entry now."""
+        if change.place in self.settled:
+            return is_same_value(self.settled[change.place], change.value)
+        if change.place in self.live or container is None:
+            return change.place in self.live
+        is_new = not change.had_other or change.place == container
+        return _is_in(container, self.live) or (is_new and _is_in(container, self.settled))
+
+
+def _is_in(container: Path, places: Iterable[Path]) -> bool:
+    return any(place[:-1] == container for place in places)
 
 
 class LateExchanges:
     """Watches the places where this rank's stages may begin to leave values for those of other ranks.
+
+    Numbers and the like are compared with what has changed in recordings. Of tensors, those that a stage's first run changes in
+    place, or exchanges, were seen there.
 
     Args:
         root: The LightningModule.
@@ -76,9 +126,12 @@ class LateExchanges:
         changed: Places that have changed in a recording, which is no late change; more may come.
     """
 
-    def __init__(self, root: nn.Module, own: Collection[str], changed: Collection[Path]) -> None:
+    def __init__(self, root: nn.Module, own: Collection[str], changed: ChangedPlaces) -> None:
         self._watched: list[_Watched] = []
+        self._tensors: list[tuple[Tensor, str]] = []
         self._changed = changed
+        self._ran: set[int] = set()  # stages
+        self._changed_first: set[Any] = set()
         called = {path: root.get_submodule(path) for path in own}
         called = {path: module for path, module in called.items() if has_own_code(module)}
         if not called:
@@ -102,6 +155,7 @@ class LateExchanges:
             is_candidate = changes if names is None else bool(names)
             if is_candidate and _reaches((writers,), record.owner, names) and _reaches((readers, step), record.owner, names):
                 self._watched.append(_Watched(record.owner, kind, path, names))
+        self._tensors += _shared_tensors(here, there, everything)
 
     def watching(self, stage: int, run: Callable[[], _T]) -> _T:
         """Runs a stage.
@@ -110,17 +164,58 @@ class LateExchanges:
             UnsupportedError: It has left something for others that it had not left when it was recorded.
         """
         before = [each.take() for each in self._watched]
+        versions = [version_of(tensor) for tensor, _ in self._tensors]
         result = run()
+        is_first = stage not in self._ran
+        self._ran.add(stage)
         for each, contents in zip(self._watched, before, strict=True):
-            if (place := each.changed(contents, self._changed)) is not None:
-                raise UnsupportedError(
-                    f"Modules exchange a value through a shared object: {written_place(place)}.",
-                    where=f"stage {stage}",
-                    observed="a module changed it for the first time in this step, and code on other ranks reads it",
-                    expected="arguments and results: another rank has a separate copy of the object, which does not change",
-                    todo="Return the value from the forward that computes it, and pass it to the other modules as an argument.",
-                )
+            for change in each.changed(contents):
+                if self._is_late(change, each, is_first=is_first):
+                    raise _exchanged(written_place(change.place), stage)
+        for (tensor, name), version in zip(self._tensors, versions, strict=True):
+            if version_of(tensor) != version and self._is_new(id(tensor), is_first=is_first):
+                raise _exchanged(name, stage)
         return result
+
+    def _is_late(self, change: _Change, watched: _Watched, *, is_first: bool) -> bool:
+        if is_plain_value(change.value):
+            return not self._changed.has(change, watched.path if watched.names is None else None)
+        return self._is_new(change.place, is_first=is_first) and change.had_other  # a cache may have another entry
+
+    def _is_new(self, what: Any, *, is_first: bool) -> bool:
+        """True for a change that a first run of a stage has not made."""
+        if is_first:
+            self._changed_first.add(what)
+        return what not in self._changed_first
+
+
+def _exchanged(place: str, stage: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"Modules exchange a value through a shared object: {place}.",
+        where=f"stage {stage}",
+        observed="a module changed it for the first time in this step, and code on other ranks reads it",
+        expected="arguments and results: another rank has a separate copy of the object, which does not change",
+        todo="Return the value from the forward that computes it, and pass it to the other modules as an argument.",
+    )
+
+
+def _shared_tensors(
+    here: Mapping[str, nn.Module], there: Mapping[str, nn.Module], everything: Snapshot
+) -> Iterator[tuple[Tensor, str]]:
+    """Tensors but for parameters that modules here and there have, and names for them."""
+    around = {id(parent) for parent in there.values() if any(inside in here.values() for inside in parent.modules())}
+    elsewhere = {path: module for path, module in there.items() if id(module) not in around}
+    own = {id(buffer) for module in here.values() for buffer in module.buffers(recurse=False)}
+    for path, module in elsewhere.items():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) in own and not buffer.is_inference():
+                yield buffer, f"{path}.{name}"
+    tensors = list(everything.tensors_reached_from("self"))
+    if tensors:
+        writers, readers = Snapshot(here, enters_modules=False), Snapshot(elsewhere, enters_modules=False)
+        for tensor in tensors:
+            if writers.has_reached(tensor) and readers.has_reached(tensor):
+                yield tensor, written_place(everything.place_of(tensor) or ("a tensor",))
 
 
 def _codes(modules: Iterable[nn.Module], reached: Snapshot) -> list[CodeType]:

@@ -33,7 +33,7 @@ from lightning_fxpipe.planner.follow_plan import follow_plan_with_tail
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.wording import node_words
-from lightning_fxpipe.runtime.late_exchanges import LateExchanges
+from lightning_fxpipe.runtime.late_exchanges import ChangedPlaces, LateExchanges
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
@@ -46,7 +46,6 @@ from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, ActionTable, 
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
-from lightning_fxpipe.user_code.paths import Path
 from lightning_fxpipe.user_code.step import StepKind
 
 _T = TypeVar("_T")
@@ -122,7 +121,7 @@ class PassSetups:
         self._setups = self._no_setups()
         self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
         self._told_of: set[str] = set()
-        self._changed: set[Path] = set()  # in user state, while code was recorded
+        self._changed = ChangedPlaces()
 
     def forget(self) -> None:
         """Gives back what is kept."""
@@ -289,7 +288,7 @@ class PassSetups:
         is_alone = self._topology.num_ranks == 1  # and all stages have the same objects
         nodes = (node for stage in self._topology.stages if not is_alone for node in assignment.nodes(stage))
         own = {str(node.target) for node in nodes if node.op == "call_module"}
-        self._changed |= assignment.chain.traced.changed_places  # a cache that is filled in one step is known in all
+        self._changed.add(assignment.chain.traced)
         return LateExchanges(self._root, own, self._changed)
 
     def _setup(

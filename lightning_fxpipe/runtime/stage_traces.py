@@ -123,7 +123,7 @@ class StageTraces:
         self._read_before: set[GuardKey] = set()  # by code before the model's call
         self.guard_keys: dict[GuardKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
-        self._looking: set[StepKind] = set()
+        self._needing_values: set[StepKind] = set()
         self._histories: LruCache[Signature, ShapeHistory] = LruCache(MAX_TRACES)
         self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
 
@@ -161,7 +161,7 @@ class StageTraces:
                 if known is self._of_plan:
                     self._of_plan = None
                 self._note_looks(kind, known.traced)
-                if not has_values and self.looks_at_values(kind):
+                if not has_values and self.needs_values(kind):
                     raise ValuesNeeded
                 return self._used(known), shapes
         if not has_values:
@@ -200,9 +200,9 @@ class StageTraces:
         """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`guard_keys`."""
         return kind not in self._unfixed
 
-    def looks_at_values(self, kind: StepKind) -> bool:
-        """Whether a step has been seen to look at values of its batch before it calls the model."""
-        return kind in self._looking
+    def needs_values(self, kind: StepKind) -> bool:
+        """Whether a step has been seen to look at values of its batch before it calls the model, or to leave some for it."""
+        return kind in self._needing_values
 
     def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:
         """Whether the step makes the calls that a trace of several has, with its constants and with tensors of its shapes."""
@@ -257,7 +257,7 @@ class StageTraces:
         """Where the region itself looks at values, every microbatch is looked at before it runs."""
         if traced.looks:
             self._unfixed.add(kind)
-            self._looking.add(kind)
+            self._needing_values.add(kind)
 
     def _note_prelude(self, kind: StepKind, facts: PreludeFacts | None) -> None:
         if facts is not None:
@@ -265,8 +265,8 @@ class StageTraces:
             self._read_before.update(facts.guards)
             if not facts.is_fixed:
                 self._unfixed.add(kind)
-            if facts.looks_at_values:
-                self._looking.add(kind)
+            if facts.needs_values:
+                self._needing_values.add(kind)
 
     def _known_span(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes] | None:
         """Returns a known trace of several calls that covers those of a step."""

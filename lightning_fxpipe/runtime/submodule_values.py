@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import FakeTensor, tree_leaves
+from lightning_fxpipe._compat.torch import FakeTensor, is_in_memory, tree_leaves, version_of
 from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.tracing.guards import TORCHS_OWN
 from lightning_fxpipe.user_code.contents import ABSENT
@@ -49,6 +49,7 @@ class SubmoduleValues:
         ]
         self._modules = members.modules
         self._before: list[Any] = []
+        self._versions: list[int] = []  # of tensors among them
         self._inside: Snapshot | None = None
         self._set_here: Snapshot | None = None
         self.take()
@@ -58,11 +59,30 @@ class SubmoduleValues:
         modules = {path: self._modules[path] for path in set_here if path}  # the LightningModule's are the step's own state
         self._set_here = Snapshot(modules, enters_modules=False) if modules else None
         self._before = [attributes.get(name, ABSENT) for attributes, name, _ in self._places]
+        self._versions = [version_of(value) if _has_version(value) else -1 for value in self._before]
         holders = {str(index): value for index, value in enumerate(self._before) if isinstance(value, (list, dict, set))}
         self._inside = Snapshot(holders, enters_modules=False) if holders else None
 
+    def written(self, memory: Collection[int]) -> Iterator[Difference]:
+        """Yields the tensors that are what was taken, and have other values.
+
+        Args:
+            memory: That calls have written to: not every write shows in a tensor's version.
+        """
+        for (attributes, name, path), before, version in zip(self._places, self._before, self._versions, strict=True):
+            is_same = isinstance(before, Tensor) and version >= 0 and attributes.get(name) is before
+            if is_same and (version_of(before) != version or is_in_memory(before, memory)):
+                yield Difference(path, None, before)
+        for each in () if self._inside is None else self._inside.written_tensors(memory):
+            attributes, name, path = self._places[int(each.path[0])]
+            if attributes.get(name) is self._before[int(each.path[0])]:
+                yield Difference((*path, *each.path[1:]), None, each.value)
+        for each in () if self._set_here is None else self._set_here.written_tensors(memory):
+            if _is_own(each):
+                yield Difference((*_path_of(each.path[0]), *each.path[1:]), None, each.value)
+
     def differences(self) -> Iterator[Difference]:
-        """Yields what differs from what was taken."""
+        """Yields what differs from what was taken, but for values of tensors."""
         for (attributes, name, path), before in zip(self._places, self._before, strict=True):
             now = attributes.get(name, ABSENT)
             if now is not before and not (type(now) is type(before) and isinstance(now, (int, float, str)) and now == before):
@@ -77,6 +97,10 @@ class SubmoduleValues:
             for each in self._set_here.differences():
                 if _is_own(each):
                     yield Difference((*_path_of(each.path[0]), *each.path[1:]), each.start, each.value)
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
 
 
 def _is_own(difference: Difference) -> bool:

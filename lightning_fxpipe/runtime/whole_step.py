@@ -22,6 +22,7 @@ from lightning_fxpipe.distributed.agreement import any_rank, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.hooks.whole_model import Held, Used, WholeView
+from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.metrics.step_log import StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.split import batch_size
@@ -29,12 +30,14 @@ from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.sizes import as_bytes
 from lightning_fxpipe.rng import rng_state
+from lightning_fxpipe.runtime.attributes import StepAttributes, SubmoduleAttributes
 from lightning_fxpipe.runtime.batch_result import BatchResult, rng_since
 from lightning_fxpipe.runtime.replay import watched_step
 from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.stages.memory import memory_for_rank
 from lightning_fxpipe.user_code.exchange import named_tensors
 from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.step import Step, StepKind
 
 # Of the memory that is left, what tensors of other stages may take.
@@ -49,10 +52,19 @@ class WholeSteps:
         plan: Which stage holds what.
         topology: This rank's place.
         warn: Tells the user.
+        submodules: What submodules hold: those of other stages on other ranks until a step runs whole.
     """
 
-    def __init__(self, module: nn.Module, plan: PartitionPlan, topology: Topology, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: PartitionPlan,
+        topology: Topology,
+        warn: Callable[[str], None],
+        submodules: SubmoduleAttributes,
+    ) -> None:
         self._module = module
+        self._submodules = submodules
         self._plan = plan
         self._topology = topology
         self._warn = warn
@@ -96,17 +108,19 @@ class WholeSteps:
         )
         return True
 
-    def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
+    def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], attributes: StepAttributes | None) -> BatchResult:
         """Runs the step on the last stage's rank, as on one device; what it gave is there only.
 
         Args:
             step: The step.
             batch: The batch.
             metrics: The module's metrics, by name.
+            attributes: What the step can change, on the last stage's rank: now also what all modules hold.
         """
         self._bring()
-        if not self._topology.is_last:
+        if attributes is None:
             return BatchResult()
+        attributes.end_region(self._with_own_state())
         log, before = StepLog(metrics), rng_state()
         draws = BatchDraws(batch_size(batch, self._plan.batch_dim), self._plan.batch_dim)
         with self._whole_model() as buffers, log.capture(self._module), step.context(), watched_step(self._module, draws):
@@ -151,6 +165,8 @@ class WholeSteps:
 
     def give_back(self) -> None:
         """The loop over the batches has ended: what was brought goes."""
+        if self._versions is not None:
+            self._submodules.begin()
         self._versions = None
         if self._values:
             self._values = {}
@@ -177,8 +193,21 @@ class WholeSteps:
     def _own_versions(self) -> list[tuple[int, int]]:
         return [(id(tensor), version_of(tensor)) for *_, tensor in named_tensors(self._module) if not tensor.is_meta]
 
+    def _with_own_state(self) -> list[str]:
+        """Paths of the modules that may hold other values after a call; metrics are brought together on their own."""
+        metrics = {
+            id(inside) for module in self._module.modules() if isinstance(module, METRICS) for inside in module.modules()
+        }
+        modules = self._module.named_modules()
+        return [path for path, module in modules if path and is_users(type(module)) and id(module) not in metrics]
+
     def _bring(self) -> None:
         """Brings what the last stage lacks, unless it has it."""
+        if self._versions is None and (unsent := self._submodules.share(self._topology.control_group)):
+            self._warn(
+                f"Modules of other stages hold values that cannot be sent to the last stage's rank, where this step runs: "
+                f"{', '.join(unsent)}. It finds those of that rank there."
+            )
         versions = self._own_versions()
         if not any_rank(versions != self._versions, self._topology):
             return

@@ -121,7 +121,8 @@ class Session:
         self._channel = ResultChannel(self._commands)
         self.trace_log = TraceLog(inform, warn, told=telling)
         self.decisions = Decisions.among(topology)
-        self._whole_steps = WholeSteps(module, plan, topology, warn)
+        self._submodules = SubmoduleAttributes(module)
+        self._whole_steps = WholeSteps(module, plan, topology, warn, self._submodules)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._members = Members(module)
@@ -166,7 +167,6 @@ class Session:
         self._joint = self._joint_steps if plan.joint_reason or must_run_jointly(module) else None  # in training
         self._jointly_evaluated: set[StepKind] = set()
         self._sparing = sparing
-        self._submodules = SubmoduleAttributes(module)
         self._attributes = AttributesOfSteps(module, self._members, plan)
         self._old_gradients: OldGradients | None = None
 
@@ -448,7 +448,7 @@ class Session:
     ) -> BatchResult:
         """Runs one batch, in stages or without."""
         if self._whole_steps.takes(step.kind):
-            return self._whole_steps.run(step, batch, metrics)
+            return self._whole_steps.run(step, batch, metrics, attributes)
         try:
             return self._runtime.run(step, batch, metrics, attributes)
         except StepFailed as error:

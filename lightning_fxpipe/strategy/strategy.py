@@ -238,7 +238,7 @@ class PipelineStrategy(ConfiguredStrategy):
         super().setup_optimizers(trainer)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        with self.session.hooks.together("clip_gradients"):
+        with self.session.hooks.together("clip_gradients", changes_gradients=True):
             self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
     @override

@@ -17,6 +17,7 @@ Recording it
     - ``torch_calls``, ``activation_checkpointing``, ``distributions``, ``recurrent``: calls that need care.
     - ``inner_results``: what leaves a module by another way than its result.
     - ``state_reads``, ``made_tensors``: what comes into one by another way than its arguments, and from whom.
+    - ``tensors_in_place``: tensors that several have and that one changes.
     - ``shared_state``, ``exchanges``, ``views``, ``reachable``: plain values that come so.
     - ``set_between``: what the step sets between its calls for a later one.
     - ``tensor_classes``: inputs of classes of their own.

@@ -47,6 +47,7 @@ from lightning_fxpipe.tracing.value_looks import look_at_ones
 from lightning_fxpipe.user_code.exchange import OwnAttributes
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.placement import device_of
+from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step_code import locals_up_to, may_differ_between_batches
 
 _LOOKS = "reads values of tensors, which may determine the later calls"
@@ -186,20 +187,21 @@ def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Lea
 
 def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery) -> set[tuple[str, str]]:
     """Of the tensors that the step has left on modules those that a second run does not set again, by path and attribute."""
-    left = {(path, attribute) for call in discovery.calls for path, attribute, _ in call.sides}
-    if not left:
+    if not (left := {(path, attribute) for call in discovery.calls for path, attribute, _ in call.sides}):
         return left
-    before = {path: OwnAttributes(module) for path, module in root.named_modules()}
+    before, first = {path: OwnAttributes(module) for path, module in root.named_modules()}, Snapshot({"self": root})
     discovery.called.clear()
     discovery.is_second_run = True
     try:
         with discovery.pause():
             run_step(root, step, example, say_nothing)
+        unset = {side for side in left if side[0] in discovery.called}
+        return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
     except (Exception, RecordError):
-        _logger.debug("%s does not run a second time on tensors without data", step_name(step), exc_info=True)
+        _logger.debug("%s does not run twice on tensors without data", step_name(step), exc_info=True)
         return set()
-    unset = {side for side in left if side[0] in discovery.called}
-    return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
+    finally:
+        first.restore()
 
 
 def _hiding_error(step: StepCall, error: HiddenTensor) -> TraceError:
@@ -286,9 +288,8 @@ class _Discovery(SpanRecorder):
 
     def check_shared_state(self) -> None:
         """Refuses a step that depends on what its modules leave. Raises :class:`RecordAgain` where more must be known."""
-        lessons = len(self.lessons)
+        step, lessons = self._whole.step, len(self.lessons)
         with self.pause():
-            step = self._whole.step
             self.shared_state.check(self.attributes_read, [""], step.function, step_name(step))
         if self.lessons[lessons:]:
             raise RecordAgain(self.lessons[lessons:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -37,7 +37,8 @@ class Round(Enum):
     TOGETHER = auto()  # what all of them leave there, as on one device in its second step
     ALONE = auto()  # what each has left there itself
     ALONE_AGAIN = auto()  # the same, as if each had been called before
-    OTHER_VALUES = auto()  # the same, with other numbers, flags and texts
+    OTHER_VALUES = auto()  # the same, with other numbers, flags and texts where a second run leaves others
+    OTHER_SETTLED = auto()  # the same, with others where a second run leaves what is there
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,22 @@ class Trial:
     together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     again: frozenset[str] = frozenset()
     left: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def finders(self) -> frozenset[str]:
+        """Paths of the modules that may find other values in this round: those that have made a settled entry, too."""
+        writers = (each.writers for each in self.exchanges if self.round is Round.OTHER_SETTLED)
+        return frozenset({each.reader for each in self.exchanges}.union(*writers))
+
+    def others_for(self, path: str) -> list[Exchange]:
+        """Returns the exchanges in whose places a module finds other values in this round."""
+        if self.round is Round.OTHER_VALUES:
+            return [each for each in self.exchanges if each.reader == path and each.place not in self.settled]
+        if self.round is Round.OTHER_SETTLED:
+            return [each for each in self.exchanges if path in (each.reader, *each.writers) and each.place in self.settled]
+        return []
+
+    def settled_for(self, paths: Collection[str]) -> dict[Path, Any]:
+        """Returns what is in the settled places in which some of these modules find it."""
+        places = {each.place for each in self.exchanges if not {each.reader, *each.writers}.isdisjoint(paths)} & self.settled
+        return {place: each.value for each in self.left_by_all if (place := place_of(each)) in places}

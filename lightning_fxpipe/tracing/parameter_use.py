@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.modes import unwatched_torch
-from lightning_fxpipe._compat.torch import FakeTensor, is_writing, storage_key, written_arguments
+from lightning_fxpipe._compat.operators import is_writing, written_arguments
+from lightning_fxpipe._compat.torch import FakeTensor, storage_key
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.tracing.torch_calls import NORMALISATIONS, changed_statistics, is_query
 from lightning_fxpipe.user_code.frames import user_source

@@ -9,7 +9,7 @@ a dry run for every batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.lightning import own_replaced, silenced_loggers
-from lightning_fxpipe._compat.modes import function_mode_removed
-from lightning_fxpipe._compat.torch import patched_attributes, tree_map
+from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
+from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves, tree_map, version_of
 from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.rng import python_rng
@@ -43,12 +43,12 @@ class PreludeFacts:
     Attributes:
         guards: Plain values that modules and the Trainer have.
         is_fixed: Whether on these only.
-        looks_at_values: Whether on values of tensors.
+        needs_values: Whether on values of tensors, or whether the prelude leaves tensors for the model's code.
     """
 
     guards: tuple[GuardKey, ...]
     is_fixed: bool
-    looks_at_values: bool
+    needs_values: bool
 
 
 @dataclass
@@ -137,6 +137,7 @@ def dry_run_of_prelude(
 ) -> Iterator[DryRun]:
     """A dry run that tells, when it is over, what the step's arguments for the model depend on."""
     generators = python_rng()
+    buffers = [(buffer, version_of(buffer)) for buffer in root.buffers() if not buffer.is_inference()]
     left_at: TracebackType | None = None
     with (
         dry_run(root, function, args, kwargs, device) as run,
@@ -155,7 +156,17 @@ def dry_run_of_prelude(
             left_at = None  # it has this frame, too, and would keep all of them
             is_fixed = not (looks.happened or has_drawn or depends)
             read = (*guards, *code_guards(root, (), functions=(function,)))
-            run.facts = PreludeFacts(guards=read, is_fixed=is_fixed, looks_at_values=looks.happened)
+            needs_values = looks.happened or _leaves_tensors(run.state, buffers)
+            run.facts = PreludeFacts(guards=read, is_fixed=is_fixed, needs_values=needs_values)
+
+
+def _leaves_tensors(before: Snapshot, buffers: Iterable[tuple[Tensor, int]]) -> bool:
+    """True if code has set tensors, or written to some, since a moment, at which ``buffers`` had these versions."""
+    with unwatched_torch():
+        if any(version_of(buffer) != version for buffer, version in buffers):
+            return True
+        found = (*before.differences(), *before.written_tensors())
+        return any(isinstance(leaf, Tensor) for each in found for leaf in tree_leaves(each.value))
 
 
 def _copied(root: nn.Module, value: Any, copies: dict[int, Tensor]) -> Any:

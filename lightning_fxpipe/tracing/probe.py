@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from lightning_fxpipe._compat.torch import (
 from lightning_fxpipe.pytree.structure import Structure, Template
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.user_code.exchange import exchanged_tensors
+from lightning_fxpipe.user_code.writes import Writes
 
 _logger = logging.getLogger("lightning_fxpipe")
 
@@ -169,8 +171,13 @@ class Probe:
         values = [made_up(tensor) for tensor in self.template.tensors]
         numbers = [_concrete(size, sizes) for size in self.template.sizes]
         args, kwargs = self.template.structure.fill(values, numbers)
-        with exchanged_tensors(self.module, made_up), outside_fakes():
-            result = self.call(self.module, *args, **kwargs)
+        with exchanged_tensors(self.module, made_up) as before, outside_fakes():
+            writes = Writes(before.tensors())  # such as one in a list: what is exchanged are those of modules
+            try:
+                with writes if writes.can_happen else nullcontext():
+                    result = self.call(self.module, *args, **kwargs)
+            finally:
+                writes.undo()
         after = Template.of((result, args, kwargs))
         given = {id(value): tensor for value, tensor in zip(values, self.template.tensors, strict=True)}
         return _Run(after.structure, after.tensors, tuple(given.get(id(tensor)) for tensor in after.tensors))

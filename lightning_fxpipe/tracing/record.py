@@ -50,6 +50,7 @@ from lightning_fxpipe.tracing.set_between import SetBetween
 from lightning_fxpipe.tracing.shared_state import SharedState
 from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.state_reads import StateReads
+from lightning_fxpipe.tracing.tensors_in_place import TensorsInPlace
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
     call_on_fakes,
@@ -93,15 +94,15 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._settings = settings
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
         self._whole_path: str | None = None
-        self._inner_calls = InnerCalls()
+        self._inner_calls, self._packed_sequences = InnerCalls(), PackedSequences()
         self.kept_state = KeptState(self, made := MadeTensors(), self.known_calls.note_write)
         self.state_reads = StateReads(settings, self.lessons, self, made, self.kept_state)
         self.shared_state = SharedState(settings, self.lessons, self.state_reads.follows, self.begins_with_first_call)
-        self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
         self._module_call = nn.Module.__call__
         self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
+        self._in_place = TensorsInPlace(before)
         self._watches: list[Snapshot] = []  # of what opened code may change, which is running
 
     def begin(self) -> None:
@@ -247,9 +248,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _ask(self, path: str | None, module: nn.Module, args: Any, kwargs: Any) -> Question | None:
         """What is known of a call of a module at ``path`` that leaves no nodes; None where it has to be made."""
         learned, whole = self._settings.learned, self._whole_path or path
-        if path is None or whole in learned.inner_results or whole in learned.probed_inside or self.shared_state.is_trying:
-            return None
-        asked = self.known_calls.ask(module, args, kwargs)
+        is_known = whole in learned.inner_results or whole in learned.probed_inside or self._in_place.reached_by(module)
+        asked = None if path is None or is_known or self.shared_state.is_trying else self.known_calls.ask(module, args, kwargs)
         if asked is None or asked.answer is None or self.kept_state.permits_answer(asked.modules, asked.answer.values):
             return asked
         return replace(asked, answer=None)
@@ -288,14 +288,14 @@ class Recorder(GraphWriter, TorchFunctionMode):
         # Containers and objects among the arguments; the module may look at a part of them, and may change them.
         objects = [value for value in (*args, *kwargs.values()) if not is_value(value)]
         before = self._template_of(objects)
-        own = [*module.parameters(), *module.buffers()]
+        own, in_place = [*module.parameters(), *module.buffers()], self._in_place.reached_by(module)
         touched = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *before.tensors]
         # What it draws is its own affair; what opened code draws would decide what is recorded.
         self._whole_path = path
-        # The watch itself looks at all tensors, so it stands outside.
-        with (
+        with (  # the watch itself looks at all tensors, so it stands outside
             self.between.call(module, (args, kwargs)),
             watch_mutation([*touched, *own]) as mutated,
+            self._in_place.watching(in_place) as changed_in_place,
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),
             self._own_effects(module),
@@ -307,7 +307,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             watched = partial(self.kept_state.watched, original_call)
             result, sides = self._result_without_data(watched, path, module, args, kwargs, asked)
         self._whole_path = None
-        mutated |= running_statistics(module) | self.kept_state.changed_operands(call)
+        mutated |= changed_in_place | running_statistics(module) | self.kept_state.changed_operands(call)
         after = self._template_of(objects) if objects else before
         changed = after.structure != before.structure or [*map(id, after.tensors)] != [*map(id, before.tensors)]
         made_anew: dict[int, fx.Node] = {}
@@ -331,7 +331,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if sides:
             node.meta["sides"] = tuple(sides)
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
-        node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
+        node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in (*own, *in_place))
         self.kept_state.add(call, node)
         with self.pause():
             read_by = self._inner_calls.read_by(self._tensor_fqns)

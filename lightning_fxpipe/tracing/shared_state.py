@@ -8,13 +8,14 @@ them stores there which of them comes next. Another stage has a copy of the obje
 2. If there are exchanges, the region is recorded again, and the torch calls of each module are noted (``TOGETHER``). Then each
    module finds, in these places, only what it has left there itself (``ALONE``): in its stage it would find that. What it does
    on its first call only, such as to fill a cache, it has done in the recording after that (``ALONE_AGAIN``).
-3. Last, numbers, flags and texts in these places are others (``OTHER_VALUES``), unless a second run leaves them as they are: a
-   threshold may be reached later.
+3. Then numbers, flags and texts in these places are others (``OTHER_VALUES``): a threshold may be reached later. Where a second
+   run leaves what is there, others may still come: whether anybody finds them (``OTHER_SETTLED``) is noted for
+   ``runtime.late_exchanges``.
 4. A module that makes other torch calls then depends on the exchange. The module around both stays whole, so that they share a
    stage; the model is refused where that would be all of it. Modules that make the same calls are left alone: no result follows
    from most counts, timers and flags.
 
-Tensors are not looked at here, see ``tracing.state_reads``.
+Tensors are not looked at here, see ``tracing.state_reads`` and ``tracing.tensors_in_place``.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class SharedState:
             self._look_at_end(read, opened, function)
             for found in self._set_for_hooks():
                 raise self._refusal(found, opened, label)
-            self._learned.changed = frozenset(self._changes.all())
+            self._learned.changed = frozenset(self._changes.all().keys() - self._learned.settled.keys())
             following = self._trial_of_exchanges() if self._exchanges else None
         else:
             following = self._after(self._trial, opened, label)
@@ -178,7 +179,7 @@ class SharedState:
     def _after(self, trial: Trial, opened: Collection[str], label: str) -> Trial | None:
         """Returns the next round, after one that is over; None after the last. Raises as :meth:`check`."""
         calls = self._calls.by_path
-        readers = trial.again if trial.round is Round.ALONE_AGAIN else {each.reader for each in trial.exchanges}
+        readers = trial.again if trial.round is Round.ALONE_AGAIN else trial.finders
         order = [*trial.together, *readers]
         dependent = sorted((path for path in readers if calls.get(path) != trial.together.get(path)), key=order.index)
         if trial.round is Round.TOGETHER:
@@ -188,12 +189,17 @@ class SharedState:
         if trial.round is Round.ALONE and dependent and self._views is not None:
             left = self._views.left_by(dependent)
             return replace(trial, round=Round.ALONE_AGAIN, again=frozenset(dependent), left=left)
+        if trial.round is Round.OTHER_SETTLED:
+            self._lessons.append(partial(self._learned.settle_exchanges, trial, trial.settled_for(dependent)))
+            return None
         if dependent:
             raise self._refusal(next(each for each in trial.exchanges if each.reader == dependent[0]), opened, label)
         is_live = any(each.place not in trial.settled for each in trial.exchanges)
         if trial.round is not Round.OTHER_VALUES and is_live:
             return replace(trial, round=Round.OTHER_VALUES)
-        self._lessons.append(partial(self._learned.settle_exchanges, trial))
+        if trial.settled:
+            return replace(trial, round=Round.OTHER_SETTLED)
+        self._lessons.append(partial(self._learned.settle_exchanges, trial, {}))
         return None
 
     def _look_at_end(self, read: Collection[GuardKey], opened: Collection[str], function: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,8 @@ class Learned:
         opened: Modules that must be open, as tensors come or go that are no arguments and no results.
         trial: What modules may leave for each other, and are tried without (``tracing.shared_state``).
         harmless: Places and readers of what made no difference.
-        changed: Places with something else at some moment of the last recording.
+        settled: Places that modules read and in which a second run leaves what the first has left, and that.
+        changed: Places with something else at some moment of the last recording, but for those that are settled.
     """
 
     kept_whole: dict[str, str] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class Learned:
     opened: set[str] = field(default_factory=set)
     trial: Trial | None = None
     harmless: frozenset[tuple[Path, str]] = frozenset()
+    settled: dict[Path, Any] = field(default_factory=dict)
     changed: frozenset[Path] = frozenset()
 
     def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
@@ -107,6 +109,7 @@ class Learned:
             given=given,
             opened=set(self.opened),
             harmless=self.harmless,
+            settled=dict(self.settled),
         )
 
     def take(self, lessons: Sequence[Lesson]) -> None:
@@ -138,10 +141,11 @@ class Learned:
         """The next recording is a round of this trial."""
         self.trial = trial
 
-    def settle_exchanges(self, trial: Trial) -> None:
-        """No module depends on what another one leaves for it."""
+    def settle_exchanges(self, trial: Trial, settled: Mapping[Path, Any]) -> None:
+        """No module depends on what another one leaves for it, while there is in ``settled`` places what is there now."""
         self.trial = None
         self.harmless |= {(each.place, each.reader) for each in trial.exchanges}
+        self.settled |= settled
 
 
 class RecordAgain(BaseException):

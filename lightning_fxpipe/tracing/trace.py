@@ -43,7 +43,6 @@ from lightning_fxpipe.tracing.structure_guards import StructureKey
 from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
-from lightning_fxpipe.user_code.paths import Path
 from lightning_fxpipe.user_code.snapshot import Snapshot, state_of_opened, user_state
 from lightning_fxpipe.user_code.step_code import attribute_uses, code_of
 
@@ -117,11 +116,6 @@ class TracedRegion:
     def refusal(self) -> FxPipeError | None:
         """The error where the graph cannot be cut, if no other way to run the step is right."""
         return self.recording.learned.refusal
-
-    @property
-    def changed_places(self) -> frozenset[Path]:
-        """Places in user state that code has changed while it was recorded."""
-        return self.recording.learned.changed
 
     def with_tensors_of_today(self) -> TracedRegion:
         """The region with the buffers that its module has now, which has been moved or split since."""

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, tree_leaves
-from lightning_fxpipe.tracing.exchanges import Exchange, Round, Trial
+from lightning_fxpipe.tracing.exchanges import Exchange, Trial
 from lightning_fxpipe.tracing.reachable import AROUND, NEW
 from lightning_fxpipe.user_code.code_contents import Globals
 from lightning_fxpipe.user_code.contents import ABSENT, Kind
@@ -71,9 +71,10 @@ class Views:
         self._slots = list(_slots(roots, trial.exchanges))
         self._start = self._contents()
         self._left: dict[str, list[Any]] = {path: self._without_fakes(contents) for path, contents in trial.left.items()}
-        for path in {each.reader for each in trial.exchanges} if trial.round is Round.OTHER_VALUES else ():
-            own = [each for each in trial.exchanges if each.reader == path and each.place not in trial.settled]
-            values = {_key(each): each.difference.value for each in own}
+        for path in trial.finders:
+            values = {_key(each): each.difference.value for each in trial.others_for(path)}
+            if not values:
+                continue
             before = zip(self._slots, self._left.get(path, self._start), strict=True)
             self._left[path] = [slot.with_other_values(contents, values) for slot, contents in before]
         if AROUND in self._left:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import random
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -372,6 +373,15 @@ LOADER = replace(
     peek=None,
     put=lambda value, contents: _put_mapping(_of_dict(value), {**contents, "_iterator": _of_dict(value).get("_iterator")}),
 )
+# Attributes of this thread.
+LOCAL = replace(
+    ATTRIBUTES,
+    take=lambda value: dict(vars(value)),
+    peek=vars,
+    look=lambda value, key: vars(value)[key],
+    put=lambda value, contents: _put_mapping(vars(value), contents),
+    set=lambda value, key, new: set_key(vars(value), key, new),
+)
 GENERATOR = Kind("generator", state_of, entries=no_entries, put=set_state_of, is_same=_same_state)
 
 # The classes of objects with such contents; a class of the user's that is derived from one of the first has attributes, too.
@@ -379,5 +389,6 @@ CONTAINERS: tuple[tuple[type, Kind], ...] = (*((dict, MAPPING), (list, LIST), (s
 OTHERS: tuple[tuple[Any, Kind], ...] = (
     *((frozenset, FROZEN), (MappingProxyType, VIEW), (np.ndarray, NUMPY), (nn.Module, MODULE), (DataLoader, LOADER)),
     ((bytearray, array.array), BUFFER),
+    (threading.local, LOCAL),
     ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), GENERATOR),
 )

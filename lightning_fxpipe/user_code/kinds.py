@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections import UserDict, UserList
+from collections import ChainMap, UserDict, UserList
 from datetime import date, timedelta
 from enum import Enum
 from functools import lru_cache
 from logging import Logger
 from pathlib import PurePath
+from queue import LifoQueue, PriorityQueue, Queue
 from types import GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -67,7 +69,10 @@ def is_unchanging(value: Any) -> bool:
 
 
 _UNCHANGING = (Enum, PurePath, np.generic, np.dtype, torch.dtype, torch.device, ModuleType, re.Pattern, date, timedelta, Logger)
-_PLAIN_HOLDERS = (Namespace, SimpleNamespace, UserDict, UserList)
+_PLAIN_HOLDERS = (
+    *(Namespace, SimpleNamespace, UserDict, UserList, ChainMap),
+    *(WeakKeyDictionary, WeakValueDictionary, WeakSet, Queue, LifoQueue, PriorityQueue),
+)
 _CALLBACKS = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 _RUNS = tuple(
     f"{top}.{part}"

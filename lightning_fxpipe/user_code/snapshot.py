@@ -267,6 +267,10 @@ class Snapshot:
         """The tensors that were reached, but for parameters and buffers."""
         return [tensor for tensor, *_ in self._tensors]
 
+    def tensors_reached_from(self, root: str) -> Iterator[Tensor]:
+        """Those of them that were reached from a root, by its name."""
+        return (tensor for tensor, _, parent, _ in self._tensors if parent >= 0 and self._path(parent)[0] == root)
+
     def written_tensors(self, memory: Collection[int] = ()) -> Iterator[Difference]:
         """Tensors that have been changed in place, as far as their version tells, and are still where they were.
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat.torch import TorchDispatchMode, is_writing, storage_key, written_arguments
+from lightning_fxpipe._compat.operators import is_writing, written_arguments
+from lightning_fxpipe._compat.torch import TorchDispatchMode, storage_key
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -43,6 +44,11 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def happened(self) -> bool:
         """True if one of the tensors was written to."""
         return bool(self._before)
+
+    @property
+    def can_happen(self) -> bool:
+        """True if one of the tensors has memory that can be copied."""
+        return bool(self._known)
 
     @cached_property
     def _known(self) -> frozenset[int]:

@@ -30,6 +30,7 @@ from torchmetrics import MeanMetric
 
 from lightning_fxpipe._compat import checkpoints as _compat_checkpoints
 from lightning_fxpipe._compat import lightning as _compat_lightning
+from lightning_fxpipe._compat import operators
 from lightning_fxpipe._compat import torch as _compat
 from lightning_fxpipe._compat.torch import FakeTensor, FakeWorld
 
@@ -637,17 +638,17 @@ def test_schemas_tell_what_an_operator_writes(call: Any, written: str) -> None:
     class Watch(_compat.TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             names = {x.untyped_storage().data_ptr(): "x", y.untyped_storage().data_ptr(): "y"}
-            written = _compat.written_arguments(func, args, kwargs or {})
+            written = operators.written_arguments(func, args, kwargs or {})
             found.update(names.get(tensor.untyped_storage().data_ptr(), "") for tensor in written)
             return func(*args, **(kwargs or {}))
 
     with Watch():
         call(x, y)
     assert "".join(sorted(found)) == written
-    assert _compat.written_arguments(torch.Tensor.mul_, (x, 2.0), {}) == []  # no operator
-    assert _compat.is_writing(torch.ops.aten.mul_.Scalar)
-    assert not _compat.is_writing(torch.ops.aten.mul.Scalar)
-    assert not _compat.is_writing(torch.Tensor.mul_)
+    assert operators.written_arguments(torch.Tensor.mul_, (x, 2.0), {}) == []  # no operator
+    assert operators.is_writing(torch.ops.aten.mul_.Scalar)
+    assert not operators.is_writing(torch.ops.aten.mul.Scalar)
+    assert not operators.is_writing(torch.Tensor.mul_)
 
 
 # ------------------------------------------------------------------ what moves along with a module

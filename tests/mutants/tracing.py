@@ -515,14 +515,14 @@ MUTANTS = [
         Mutant("runtime/late_exchanges.py", before, after, (f"runtime/test_late_exchanges.py::{test}",), harm)
         for before, after, test, harm in (
             (
-                "            if (place := each.changed(contents, self._changed)) is not None:\n",
-                "            if False:\n",
+                "                if self._is_late(change, each, is_first=is_first):\n",
+                "                if False:\n",
                 "test_what_a_stage_begins_to_leave_for_another_rank_is_refused",
                 "a flag that a layer sets after some steps is set in one stage only",
             ),
             (
-                "if each not in known and",
-                "if",
+                "        if change.place in self.live or container is None:\n            return change.place in self.live\n",
+                "        if container is None:\n            return False\n",
                 "test_what_has_changed_while_it_was_recorded_is_known",
                 "a model that counts its calls ends in an error",
             ),

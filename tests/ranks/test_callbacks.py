@@ -104,6 +104,30 @@ def written(trainer: L.Trainer, module: Any, folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("*.txt"))]
 
 
+class AveragesByHand(L.Callback):
+    """Keeps averaged weights under their names in an entry of its own."""
+
+    average: dict[str, torch.Tensor]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not hasattr(self, "average"):
+            self.average = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for name, value in pl_module.state_dict().items():
+            self.average[name].lerp_(value, 0.2)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = {name: value.clone() for name, value in self.average.items()}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.average = {name: value.clone() for name, value in checkpoint["average"].items()}
+
+    def norms(self) -> dict[str, float]:
+        """The averaged weights' norms."""
+        return {name: float(value.norm()) for name, value in self.average.items()}
+
+
 class Unfreeze(shipped.BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze([pl_module.backbone])
@@ -177,6 +201,13 @@ RUNS: dict[str, Run] = {
         resume_from="kept/epoch=1.ckpt",
         module=InOrder,
         look_at_zero=names_in,
+    ),
+    "Callback resumed": Run(
+        callbacks=lambda f: [AveragesByHand(), checkpoint(f, filename="{epoch}", save_top_k=-1)],
+        options=SAVING,
+        resume_from="kept/epoch=1.ckpt",
+        module=InOrder,
+        look=lambda trainer, module, folder: trainer.callbacks[1].norms(),
     ),
     "BaseFinetuning resumed": Run(
         callbacks=lambda f: [Unfreeze(), checkpoint(f, filename="{epoch}", save_top_k=-1)],

@@ -90,7 +90,9 @@ class ClipsItself(Net):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
+        held = [parameter.grad for parameter in self.parameters()]
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        self.log("held", torch.stack([gradient.norm() for gradient in held]).norm())  # which are clipped in place
         self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.2))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.runtime.late_exchanges import LateExchanges
+from lightning_fxpipe.runtime.late_exchanges import ChangedPlaces, LateExchanges
 
 FLAGS = {"is on": False}
 is_on = False
@@ -78,8 +78,15 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "is_warm", False)
 
 
+def known(changed: Collection[Any], settled: Mapping[Any, Any] = MappingProxyType({})) -> ChangedPlaces:
+    places = ChangedPlaces()
+    places.live.update(changed)
+    places.settled.update(settled)
+    return places
+
+
 def runs(model: Model, changed: Any = (), own: str = "blocks.0", num_runs: int = 2) -> None:
-    late = LateExchanges(model, [own], changed)
+    late = LateExchanges(model, [own], known(changed))
     for _ in range(num_runs):
         late.watching(0, lambda: model.get_submodule(own)(torch.ones(1, 4)))
 
@@ -119,10 +126,10 @@ def test_what_has_changed_while_it_was_recorded_is_known() -> None:
 
 def test_another_entry_of_a_cache_is_known() -> None:
     """It was filled when another step was recorded, and a batch of another size comes later."""
-    changed: set[Any] = set()
+    changed = known(())
     model = Model(sets_an_entry)
     late = LateExchanges(model, ["blocks.0"], changed)
     (place,) = [each.path for each in late._watched if each.owner is FLAGS]
-    changed.add((*place, ("key", 8)))
+    changed.live.add((*place, ("key", 8)))
     for _ in range(2):
         late.watching(0, lambda: model.blocks[0](torch.ones(1, 4)))

@@ -20,7 +20,7 @@ def test_a_step_that_can_run_on_one_rank_is_not_refused(monkeypatch: pytest.Monk
         raise error
 
     monkeypatch.setattr(same_cuts, "check_agreement", differ)
-    traced = SimpleNamespace(kept_whole={})
+    traced = SimpleNamespace(kept_whole={}, graph=SimpleNamespace(nodes=[]))
     assignment: Any = SimpleNamespace(chain=SimpleNamespace(traced=traced), num_stages=2, boundary=lambda stage: [])
     topology: Any = SimpleNamespace(control_group=None)
     with pytest.raises(TraceError, match="The ranks recorded different graphs of the same step"):
