@@ -151,7 +151,7 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Not those of others than torch, those whose result goes by data, and those that return anything but arguments and tensors
     with memory of their own or of one argument, or that change what an argument is.
 
-    Nothing writes to a tensor with data: the fake mode takes that for a constant, and would write to it.
+    Nothing writes to a tensor with data: where an operator has no fakes, the fake mode would run it. torch 2.9-2.15.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:

@@ -37,6 +37,12 @@ _TODO = (
 )
 
 
+_SET_BUFFER = (
+    "Set it to a new tensor before the model's call (`self.scale = torch.tensor(...)`), or change it in a hook, which has "
+    "access to the whole model, such as on_train_batch_start."
+)
+
+
 class ParameterMisuse(UnsupportedError):
     """A step does with parameters what only a hook can do."""
 
@@ -97,6 +103,15 @@ def _check_attribute(root: nn.Module, func: Callable[..., Any], args: tuple[Any,
 
 def _check_is_here(root: nn.Module, tensor: Tensor) -> None:
     if tensor.is_meta and not isinstance(tensor, FakeTensor):
+        for fqn, buffer in root.named_buffers():
+            if buffer is tensor:
+                raise ParameterMisuse(
+                    "The step uses another rank's buffer outside the model's call.",
+                    where=user_source(),
+                    observed=f"{fqn}, which the model reads in another stage",
+                    expected="the buffers of this rank's stage",
+                    todo=_SET_BUFFER,
+                )
         what = "The step uses another rank's parameter outside the model's call."
         raise _misuse(what, root, tensor, "the parameters of this rank's stage")
 

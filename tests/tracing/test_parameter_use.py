@@ -220,6 +220,13 @@ def test_the_parameters_of_other_stages_cannot_be_used_but_asked_about(is_caught
     check_call(module, torch.add, (parameters[0], 1))
 
 
+def test_a_buffer_of_another_stage_is_named_with_what_works_in_a_step() -> None:
+    module = nn.Module()
+    module.register_buffer("alpha", torch.zeros((), device="meta"))
+    with pytest.raises(ParameterMisuse, match="(?s)uses another rank's buffer.*alpha.*a new tensor before the model's call"):
+        run_watched(module, lambda _: module.alpha.fill_(1.0), is_caught=False)  # type: ignore[operator, union-attr]
+
+
 def test_a_step_that_writes_into_a_parameter_by_out_is_refused() -> None:
     module = Lit(lambda _: None, lambda _: None)
     weight = module.model.weight
