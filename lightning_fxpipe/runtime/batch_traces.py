@@ -140,6 +140,10 @@ class BatchTraces:
         found = self._found.get(key(), lambda: self._find(step, batch, size, has_values=has_values))
         if len(self._traces.guard_keys) > num_guards:  # the next batch like it will be looked for with the new ones, too
             self._found.get(key(), lambda: found)
+        # Numbers that are inputs are no part of the key, and a trace may hold for some of their values only: `if alpha < 1`.
+        if self._traces.varying() and not found[0].traced.holds_now():
+            found = self._find(step, batch, size, has_values=has_values)
+            self._found.put(key(), found)
         return found
 
     def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found:

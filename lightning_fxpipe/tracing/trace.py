@@ -191,7 +191,11 @@ class TracedRegion:
 
     def is_current(self) -> bool:
         """True if recorded code would read the same as when it was recorded. Gives the stages the tensors of now."""
-        return not self.failed_guards() and self.take_numbers() and self.held.refresh()
+        return self.holds_now() and self.held.refresh()
+
+    def holds_now(self) -> bool:
+        """True if recorded code would read the same plain values, or such numbers as it holds for. Takes these."""
+        return not self.failed_guards() and self.take_numbers()
 
     def failed_guards(self) -> list[GuardKey]:
         """Returns what recorded code reads, and what is not what it was."""

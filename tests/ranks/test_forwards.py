@@ -228,6 +228,25 @@ def module_with(kind: type[Layers]) -> type[WithLayers]:
     return type(f"With{kind.__name__}", (WithLayers,), {"kind": kind})
 
 
+class Fades(Layers):
+    """A part that fades in: the branch is for some values only of a number that is an input of the trace."""
+
+    def begin(self) -> None:
+        self.old = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        new = self.layers[3](self.layers[2](x))
+        return self.scale * new + (1 - self.scale) * self.old(x) if self.scale < 1 else new
+
+
+class FadesIn(WithLayers):
+    kind = Fades
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.backbone.scale = (1.0, 1.0, 0.3, 0.6, 1.0, 0.5)[batch_idx]  # type: ignore[assignment]
+
+
 def kept(trainer: Any, module: Any, folder: Path) -> Any:
     return [np.asarray(getattr(module.backbone, name)).tolist() for name in module.backbone.kept if name != "totals"] + [
         dict(getattr(module.backbone, "totals", {}))
@@ -237,7 +256,7 @@ def kept(trainer: Any, module: Any, folder: Path) -> Any:
 RUNS = {
     kind.__name__: Run(module=module_with(kind), look=kept, strategy={"num_microbatches": 1}, calls=("fit", "validate"))
     for kind in _KINDS
-}
+} | {"fades in": Run(module=FadesIn, strategy={"num_microbatches": 1})}
 
 
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
