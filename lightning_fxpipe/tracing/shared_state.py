@@ -293,6 +293,7 @@ class _Changes:
         self._writers: dict[Path, set[str]] = {}
         self._all: dict[Path, Difference] = {}
         self._lost: dict[Path, Difference] = {}
+        self._had_tensors: set[Path] = set()  # such as a list that is empty again: `tracing.state_reads` has the tensors
         self._has_begun = not begins_with_first_call
         self._at_begin: dict[Path, Difference] = {}
 
@@ -306,8 +307,9 @@ class _Changes:
         now = dict(self._lost)
         if self._before is not None:
             changed = [index for index, (new, old) in self._attributes.items() if not same_mapping(new, old)]
-            found = self._before.differences([*self._others, *changed, *(self._large if with_large else ())])
-            now |= {place_of(each): each for each in found if _is_plain(each)}
+            found = [*self._before.differences([*self._others, *changed, *(self._large if with_large else ())])]
+            self._had_tensors |= {place_of(each) for each in found if not is_plain_value(each.value)}
+            now |= {place_of(each): each for each in found if _is_plain(each) and place_of(each) not in self._had_tensors}
         if not self._has_begun:  # every rank has run the code up to here
             self._has_begun, self._at_begin = True, now
         now = {place: each for place, each in now.items() if not _is_same(each, self._at_begin.get(place))}
