@@ -293,12 +293,9 @@ class Hooks:
     def together(self, what: str, *, changes_gradients: bool = False) -> Iterator[None]:
         """Suspends around what every rank must do. Raises :class:`UnsupportedError` in a hook if some rank does not.
 
-        Args:
-            what: What they do, for messages.
-            changes_gradients: Whether they change gradients in place: a hook may hold those that it has looked at.
+        With ``changes_gradients``, what they do changes gradients in place: a hook may hold those that it has looked at.
         """
-        frame = self._frame
-        seen = None if frame is None else frame.gradients
+        seen = None if (frame := self._frame) is None else frame.gradients
         if frame is not None and not frame.is_joint and not has_failed():
             digest = _digest_of(what)
             are_back = True
