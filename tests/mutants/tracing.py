@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         _TRACE,
-        "return not self.failed_guards() and self.take_numbers() and self.held.refresh()",
+        "return self.holds_now() and self.held.refresh()",
         "return self.take_numbers() and self.held.refresh()",
         (f"{_TEST_GUARDS}::test_a_trace_is_not_used_once_something_that_it_has_read_changes",),
         "a temperature that a callback anneals is that of the first batch",
