@@ -80,8 +80,8 @@ MUTANTS = [
     ),
     Mutant(
         _TRACE,
-        "and self.take_numbers() and self.held.refresh()",
-        "and self.take_numbers()",
+        "return self.holds_now() and self.held.refresh()",
+        "return self.holds_now()",
         ("tracing/test_held_tensors.py::test_stages_have_the_tensors_of_today",),
         "a tensor that user code replaces is that of the first batch",
     ),
