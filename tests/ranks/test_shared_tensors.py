@@ -274,9 +274,10 @@ _IN_ONE_STAGE: tuple[type[Shares], ...] = (
     _with(_sharing(Chained, lambda: ChainMap({"scale": 1.0}))),
     _with(_sharing(InThread, dict)),
 )
+# Validation comes after some steps, and before others.
+_OPTIONS = {"num_sanity_val_steps": 0, "max_epochs": 1, "val_check_interval": 3}
 RUNS = {
-    kind.__name__: Run(module=kind, strategy={"num_microbatches": 1}, options={"num_sanity_val_steps": 0})
-    for kind in (*_KINDS, *_IN_ONE_STAGE)
+    kind.__name__: Run(module=kind, strategy={"num_microbatches": 1}, options=_OPTIONS) for kind in (*_KINDS, *_IN_ONE_STAGE)
 }
 
 
