@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes into. Of a function that is no operator none."""
+    """Returns the tensors that an operator writes into; none for a function that is no operator."""
     found: list[Any] = []
     for position, name in _written_places(func) if isinstance(func, torch._ops.OpOverload) else ():
         value = kwargs[name] if name in kwargs else (*args, *[None] * (position + 1))[position]
@@ -20,7 +20,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def is_writing(func: Any) -> bool:
-    """Whether a function is an operator that writes into an argument."""
+    """True for an operator that writes into an argument."""
     return isinstance(func, torch._ops.OpOverload) and bool(_written_places(func))
 
 

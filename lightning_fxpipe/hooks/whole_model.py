@@ -204,7 +204,7 @@ class WholeModel:
         return {key: value for key, value in found.items() if key in self._placeholders}
 
     def gradients_in(self, seen: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
-        """As :meth:`gradients`, in the tensors that were given before. Called by every rank."""
+        """Returns the gradients as :meth:`gradients`, copied into the tensors that it returned before. Called by every rank."""
         for key, gradient in (now := self.gradients()).items():
             earlier = seen.get(key)
             if gradient is None or earlier is None or _layout(gradient) != _layout(earlier) or _layout(gradient) != _STRIDED:

@@ -95,13 +95,17 @@ class ChangedPlaces:
         self.settled: dict[Path, Any] = {}
 
     def add(self, traced: TracedRegion) -> None:
-        """Adds those of a recording."""
+        """Adds the places of a recording."""
         self.live |= traced.recording.learned.changed
         self.settled |= traced.recording.learned.settled
 
     def has(self, change: _Change, container: Path | None) -> bool:
-        """Whether a change was found, and tried, in a recording; ``container`` is a list or a dict in which it is, as it may be
-        of a cache that has another entry now."""
+        """True for a change that a recording has found and tried.
+
+        Args:
+            change: The change.
+            container: The list or dict that has changed, which may be a cache with another entry now; None for attributes.
+        """
         if change.place in self.settled:
             return is_same_value(self.settled[change.place], change.value)
         if change.place in self.live or container is None:
@@ -155,7 +159,7 @@ class LateExchanges:
             is_candidate = changes if names is None else bool(names)
             if is_candidate and _reaches((writers,), record.owner, names) and _reaches((readers, step), record.owner, names):
                 self._watched.append(_Watched(record.owner, kind, path, names))
-        self._tensors += _shared_tensors(here, there, everything)
+        self._tensors += _shared_tensors(here, there, writers, everything)
 
     def watching(self, stage: int, run: Callable[[], _T]) -> _T:
         """Runs a stage.
@@ -200,9 +204,9 @@ def _exchanged(place: str, stage: int) -> UnsupportedError:
 
 
 def _shared_tensors(
-    here: Mapping[str, nn.Module], there: Mapping[str, nn.Module], everything: Snapshot
+    here: Mapping[str, nn.Module], there: Mapping[str, nn.Module], writers: Snapshot, everything: Snapshot
 ) -> Iterator[tuple[Tensor, str]]:
-    """Tensors but for parameters that modules here and there have, and names for them."""
+    """Yields the tensors, except parameters, that modules here and there reach, with names for messages."""
     around = {id(parent) for parent in there.values() if any(inside in here.values() for inside in parent.modules())}
     elsewhere = {path: module for path, module in there.items() if id(module) not in around}
     own = {id(buffer) for module in here.values() for buffer in module.buffers(recurse=False)}
@@ -212,7 +216,7 @@ def _shared_tensors(
                 yield buffer, f"{path}.{name}"
     tensors = list(everything.tensors_reached_from("self"))
     if tensors:
-        writers, readers = Snapshot(here, enters_modules=False), Snapshot(elsewhere, enters_modules=False)
+        readers = Snapshot(elsewhere, enters_modules=False)  # without the modules around those here, whose code is no stage's
         for tensor in tensors:
             if writers.has_reached(tensor) and readers.has_reached(tensor):
                 yield tensor, written_place(everything.place_of(tensor) or ("a tensor",))

@@ -201,7 +201,7 @@ class StageTraces:
         return kind not in self._unfixed
 
     def needs_values(self, kind: StepKind) -> bool:
-        """Whether a step has been seen to look at values of its batch before it calls the model, or to leave some for it."""
+        """True if a step has read values of its batch before its model call, or has set tensors that the model reads."""
         return kind in self._needing_values
 
     def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:

@@ -31,7 +31,7 @@ _WRITING = _GIVING_MEMORY | NORMALISATIONS.keys()
 # In place by their names, and yet not: they change no values.
 _KEEPING = frozenset({Tensor.requires_grad_, Tensor.share_memory_, Tensor.detach_})
 
-_TODO = (
+_IN_A_HOOK = (
     "Move this to a hook, which runs once per batch with access to the whole model: on_train_batch_end, on_before_zero_grad "
     "or on_after_backward."
 )
@@ -188,7 +188,7 @@ def _exchanges(fqn: str) -> ParameterMisuse:
         "The step creates, replaces or removes a parameter.",
         observed=fqn,
         expected="the same parameters as before the step",
-        todo=_TODO,
+        todo=_IN_A_HOOK,
     )
 
 
@@ -197,7 +197,7 @@ def _changes_by_itself(fqn: str) -> ParameterMisuse:
         "The step changes a parameter.",
         observed=f"{fqn} has different memory",
         expected="the same parameters as before the step",
-        todo=_TODO,
+        todo=_IN_A_HOOK,
     )
 
 
@@ -230,4 +230,4 @@ def _changes(root: nn.Module, parameter: Tensor) -> ParameterMisuse:
 def _misuse(what: str, root: nn.Module, tensor: Tensor, expected: str) -> ParameterMisuse:
     names = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
     name = names.get(id(tensor), f"a part of a parameter, of shape {tuple(tensor.shape)}")
-    return ParameterMisuse(what, where=user_source(), observed=name, expected=expected, todo=_TODO)
+    return ParameterMisuse(what, where=user_source(), observed=name, expected=expected, todo=_IN_A_HOOK)

@@ -248,8 +248,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _ask(self, path: str | None, module: nn.Module, args: Any, kwargs: Any) -> Question | None:
         """What is known of a call of a module at ``path`` that leaves no nodes; None where it has to be made."""
         learned, whole = self._settings.learned, self._whole_path or path
-        is_known = whole in learned.inner_results or whole in learned.probed_inside or self._in_place.reached_by(module)
-        asked = None if path is None or is_known or self.shared_state.is_trying else self.known_calls.ask(module, args, kwargs)
+        must_run = whole in learned.inner_results or whole in learned.probed_inside or self._in_place.reached_by(module)
+        asked = None if path is None or must_run or self.shared_state.is_trying else self.known_calls.ask(module, args, kwargs)
         if asked is None or asked.answer is None or self.kept_state.permits_answer(asked.modules, asked.answer.values):
             return asked
         return replace(asked, answer=None)

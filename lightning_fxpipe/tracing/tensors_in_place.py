@@ -23,7 +23,7 @@ from lightning_fxpipe.user_code.snapshot import Snapshot
 
 
 class TensorsInPlace:
-    """Those of the whole modules in one recording.
+    """Finds such tensors, and the calls that change them, in one recording.
 
     Args:
         before: User state, when the recording begins.
@@ -34,7 +34,7 @@ class TensorsInPlace:
         self._by_module: dict[int, list[Tensor]] = {}
 
     def reached_by(self, module: nn.Module) -> list[Tensor]:
-        """Tensors that a module's code reaches, when it is first called."""
+        """Returns the tensors that a module's code reaches, as of its first call."""
         if not self._are_any or not has_own_code(module):
             return []
         if id(module) not in self._by_module:

@@ -308,15 +308,20 @@ def _same_state(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
 
 
-ATTRIBUTES = Kind(
-    "attribute",
-    lambda value: dict(_of_dict(value)),
-    peek=_of_dict,
-    look=lambda value, key: _of_dict(value)[key],
-    put=lambda value, contents: _put_mapping(_of_dict(value), contents),
-    set=lambda value, key, new: set_key(_of_dict(value), key, new),
-    is_same=same_mapping,
-)
+def _attributes(of: Callable[[Any], dict[str, Any]]) -> Kind:
+    return Kind(
+        "attribute",
+        lambda value: dict(of(value)),
+        peek=of,
+        look=lambda value, key: of(value)[key],
+        put=lambda value, contents: _put_mapping(of(value), contents),
+        set=lambda value, key, new: set_key(of(value), key, new),
+        is_same=same_mapping,
+    )
+
+
+ATTRIBUTES = _attributes(_of_dict)
+LOCAL = _attributes(vars)  # those of a `threading.local` in this thread
 MODULE = Kind(
     "attribute",
     _take_module,
@@ -372,15 +377,6 @@ LOADER = replace(
     take=lambda value: {name: each for name, each in _of_dict(value).items() if name != "_iterator"},
     peek=None,
     put=lambda value, contents: _put_mapping(_of_dict(value), {**contents, "_iterator": _of_dict(value).get("_iterator")}),
-)
-# Attributes of this thread.
-LOCAL = replace(
-    ATTRIBUTES,
-    take=lambda value: dict(vars(value)),
-    peek=vars,
-    look=lambda value, key: vars(value)[key],
-    put=lambda value, contents: _put_mapping(vars(value), contents),
-    set=lambda value, key, new: set_key(vars(value), key, new),
 )
 GENERATOR = Kind("generator", state_of, entries=no_entries, put=set_state_of, is_same=_same_state)
 

@@ -268,7 +268,7 @@ class Snapshot:
         return [tensor for tensor, *_ in self._tensors]
 
     def tensors_reached_from(self, root: str) -> Iterator[Tensor]:
-        """Those of them that were reached from a root, by its name."""
+        """Yields the tensors, except parameters and buffers, that were reached from a root, by its name."""
         return (tensor for tensor, _, parent, _ in self._tensors if parent >= 0 and self._path(parent)[0] == root)
 
     def written_tensors(self, memory: Collection[int] = ()) -> Iterator[Difference]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_fxpipe._compat import torch as _compat
-from lightning_fxpipe._compat.fake_calls import repeated_calls
+from lightning_fxpipe._compat.fake_calls import WritesData, repeated_calls
 from lightning_fxpipe._compat.torch import FakeTensor, FakeWorld, storage_key, symbolic_expression, version_of
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.traces import call_of
@@ -194,6 +194,18 @@ def test_the_fake_mode_is_afterwards_what_it_was() -> None:
     with mode, repeated_calls(mode):
         assert not mode.cache_enabled
     assert mode.cache_enabled == before
+
+
+def test_tensors_with_data_are_not_written_to() -> None:
+    """The fake mode runs an in-place operator that has no fakes, see ``findings/fake_mode_writes_to_real_tensors.sh``."""
+    world, scale = FakeWorld(), torch.ones(2)
+    x, _ = tensors(world)
+    with world.active():
+        for write in (lambda: scale.mul_(2.0), lambda: scale.add_(x.sum()), lambda: torch.add(x.sum(), 1, out=scale)):
+            with pytest.raises(WritesData, match="neither an argument nor an attribute of a module"):
+                write()
+        x.mul_(2.0)
+    assert scale.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")

@@ -34,7 +34,7 @@ class Block(nn.Module):
         return self.step(x)
 
     def step(self, x: Tensor) -> Tensor:
-        """What the block does in a call."""
+        """Computes the result of a call."""
         return x + torch.tanh(self.linear(x) + self.shared)
 
 
@@ -70,7 +70,7 @@ class Shares(Net):
         return super().training_step(batch, batch_idx)
 
     def begin(self, x: Tensor, batch_idx: int) -> None:
-        """What the step does before it calls the model."""
+        """Runs before the model's call."""
 
 
 # ------------------------------------------------------------------ a block changes a tensor
