@@ -21,7 +21,8 @@ _QUERY_ATTRIBUTES = frozenset(
     is_mps is_xpu itemsize nbytes names _version grad output_nr is_mkldnn retains_grad is_xla _backward_hooks""".split()  # noqa: SIM905
 )
 _QUERY_METHODS = """size dim ndimension numel nelement stride is_floating_point is_contiguous __len__ element_size get_device
-    __repr__ __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size""".split()  # noqa: SIM905
+    __repr__ __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size
+    is_inference""".split()  # noqa: SIM905
 _QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
     torch.is_floating_point,
     torch.numel,

@@ -135,12 +135,18 @@ def codes_called(kinds: type | tuple[type, ...], code: CodeType, but: frozenset[
         waiting += new
 
 
-def locals_up_to(code: CodeType | None) -> Iterator[Any]:
-    """The values of the local variables of user code that runs now, up to and with the function with this code."""
+def locals_up_to(code: CodeType) -> list[Any]:
+    """The values of the local variables of user code that runs now, up to and with the function with this code.
+
+    Returns:
+        The values; none where the function does not run: what its callers' callers hold is nobody's to search.
+    """
+    found: list[Any] = []
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame.f_back is not None:
         if not is_machinery(frame.f_globals.get("__name__", "")):
-            yield from frame.f_locals.values()
-        if frame.f_code is code or frame.f_back is None:
-            return
+            found += frame.f_locals.values()
+        if frame.f_code is code:
+            return found
         frame = frame.f_back
+    return []
