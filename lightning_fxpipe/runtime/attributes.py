@@ -25,7 +25,7 @@ from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, is_in_memory,
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.errors import UnsupportedError, text_of
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.runtime.submodule_values import SubmoduleValues
+from lightning_fxpipe.runtime.submodule_values import SubmoduleValues, places_named
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.user_code.members import Members
@@ -131,7 +131,7 @@ class StepAttributes:
         """
         assigned = [*self.state.differences()]
         found = [
-            _change(self._module, self.state, each, made, is_in_place=is_in_place)
+            change_of(self._module, self.state, each, made, is_in_place=is_in_place)
             for is_in_place, differences in (
                 (False, (*assigned, *self._undone(assigned))),
                 (True, self.state.written_tensors(self.written)),
@@ -140,9 +140,9 @@ class StepAttributes:
             if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)
         ]
         if self._inside is not None:
-            found += [_change(self._module, self.state, each, made) for each in self._inside.differences()]
+            found += [change_of(self._module, self.state, each, made) for each in self._inside.differences()]
             written = self._inside.written(self.written)
-            found += [_change(self._module, self.state, each, made, is_in_place=True) for each in written]
+            found += [change_of(self._module, self.state, each, made, is_in_place=True) for each in written]
         return [*found, *self._changed_buffers()]
 
     def _undone(self, assigned: Iterable[Difference]) -> Iterator[Difference]:
@@ -165,7 +165,7 @@ class StepAttributes:
 
     def _buffer_change(self, fqn: str, now: Tensor, *, is_in_place: bool) -> Change:
         difference = Difference((_BUFFERS, fqn), None, now)
-        return _change(self._module, self.state, difference, is_in_place=is_in_place)
+        return change_of(self._module, self.state, difference, is_in_place=is_in_place)
 
     def _is_own_iterator(self, difference: Difference, made: StepIterators | None) -> bool:
         """Whether every rank has made itself this iterator, which often cannot be sent, and has it at the same item."""
@@ -200,7 +200,7 @@ class AttributesOfSteps:
             self._buffers = (members.buffers, common, staged)
         modules, inside = self._inside.get(step.kind, (None, None))
         if inside is None or modules is not members.modules:
-            inside = SubmoduleValues(self._module, members, step.function)
+            inside = SubmoduleValues(self._module, places_named(self._module, members, step.function))
             self._inside[step.kind] = members.modules, inside
         function, state = step.function, self._state
         found = StepAttributes(self._module, members, common, function, staged=staged, known=state, inside=inside)
@@ -239,7 +239,7 @@ class SubmoduleAttributes:
         for difference in self._before.differences():
             if _is_in_submodule(difference.path):
                 try:
-                    mine.append(_change(self._module, self._before, difference))
+                    mine.append(change_of(self._module, self._before, difference))
                 except UnsupportedError:
                     unsent.append(".".join(_words_of(difference.path)))
         every = gather_values(group, (mine, unsent))
@@ -270,7 +270,7 @@ def _words_of(path: Path) -> list[str]:
     return [str(path[0]), *(str(key[1] if isinstance(key, tuple) else key) for _, key in path[1:])]
 
 
-def _change(
+def change_of(
     module: nn.Module,
     before: Snapshot,
     difference: Difference,
@@ -278,6 +278,18 @@ def _change(
     *,
     is_in_place: bool = False,
 ) -> Change:
+    """Returns a difference as it is sent.
+
+    Args:
+        module: The LightningModule.
+        before: What was reached before: objects of then are sent as references.
+        difference: What differs.
+        made: The iterators that the step has made.
+        is_in_place: Whether it is a tensor that has got other values.
+
+    Raises:
+        UnsupportedError: It cannot be pickled.
+    """
     value = None
     if difference.value is not ABSENT:
         sent = io.BytesIO()

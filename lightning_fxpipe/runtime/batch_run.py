@@ -8,7 +8,7 @@ and autograd on the whole batch, as on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.rng import rng_state
-from lightning_fxpipe.runtime.attributes import StepAttributes
+from lightning_fxpipe.runtime.attributes import Change, StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.batch_result import BatchResult, rng_since
 from lightning_fxpipe.runtime.batch_traces import BatchTraces, Found
@@ -259,6 +259,17 @@ class PipelineRuntime:
                 todo="Return None for batches without training.",
             )
         return loss
+
+    def share_left(self, sent: Iterable[Change]) -> None:
+        """Gives every rank what the stages have left for hooks. Called by every rank of the pipeline, after each batch.
+
+        Args:
+            sent: What the last stage's rank has sent already.
+
+        Raises:
+            UnsupportedError: See :class:`LeftState`.
+        """
+        self._setups.left.share(sent)
 
     def forget(self) -> None:
         """Gives back what is kept for later batches: schedules and graphs."""

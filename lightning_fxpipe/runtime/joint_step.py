@@ -258,6 +258,7 @@ class _Calls(TorchFunctionMode):
             )
             call.run_stages()
             if tries is None or steps.setups.prove(trace, call.obstacle, tries.changed()):
+                steps.setups.left.share()
                 return call
             tries.restore()
             set_rng_state(before)

@@ -34,11 +34,13 @@ from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.runtime.late_exchanges import ChangedPlaces, LateExchanges
+from lightning_fxpipe.runtime.left_state import LeftState, read_by_all
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.runtime.stage_edges import stage_edges
 from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace
+from lightning_fxpipe.runtime.submodule_values import path_of
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
 from lightning_fxpipe.schedules.executor import Channels, Executor, PassRecording
 from lightning_fxpipe.schedules.program import BOTH_WAYS, Edge, program_of
@@ -46,6 +48,7 @@ from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, ActionTable, 
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
+from lightning_fxpipe.user_code.paths import Path
 from lightning_fxpipe.user_code.step import StepKind
 
 _T = TypeVar("_T")
@@ -122,6 +125,14 @@ class PassSetups:
         self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
         self._told_of: set[str] = set()
         self._changed = ChangedPlaces()
+        self._left: LeftState | None = None
+
+    @property
+    def left(self) -> LeftState:
+        """What the stages leave for code that every rank runs."""
+        if self._left is None:
+            self._left = LeftState(self._root, self._topology, read_by_all(self._root, self._everywhere), self._log.warn)
+        return self._left
 
     def forget(self) -> None:
         """Gives back what is kept."""
@@ -335,6 +346,8 @@ class PassSetups:
             device=topology.device,
             norms=DeferredNorms(()) if division is None else self._norms,
             late_exchanges=stages.late_exchanges,
+            left=self.left,
+            carried=_sides_of(traced),
         )
 
     def _leg(
@@ -402,3 +415,9 @@ def _random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
 def _mixing(division: Division) -> str:
     node = next(iter(sorted(division.tail, key=str)), None)
     return "a call" if node is None else node_words(node)
+
+
+def _sides_of(traced: TracedRegion) -> frozenset[Path]:
+    """Places of the tensors that modules leave as attributes, which are results of the region."""
+    calls = () if traced.record is None else traced.record.calls
+    return frozenset((*path_of(path), ("attribute", name)) for call in calls for path, name, _ in call.sides)

@@ -36,6 +36,7 @@ from lightning_fxpipe.microbatch.split import Pass
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.runtime.joined_results import JoinedResults
 from lightning_fxpipe.runtime.late_exchanges import LateExchanges
+from lightning_fxpipe.runtime.left_state import LeftState
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.schedules.executor import Executor
 from lightning_fxpipe.schedules.stage_graph import StageGraph
@@ -44,6 +45,7 @@ from lightning_fxpipe.stages.build import Stage, TensorSpec
 from lightning_fxpipe.stages.memory import SavedBytes
 from lightning_fxpipe.stages.shared_casts import sharing_casts
 from lightning_fxpipe.tracing.input_gradient import no_second_derivative
+from lightning_fxpipe.user_code.paths import Path
 
 _logger = logging.getLogger("lightning_fxpipe")
 
@@ -128,6 +130,8 @@ class PassSetup:
         device: This rank's device.
         norms: The layers whose running statistics wait for all microbatches.
         late_exchanges: What the stages may leave for those of other ranks.
+        left: What they leave for code that every rank runs.
+        carried: Places of modules' attributes that are results of the region.
     """
 
     stages: Mapping[int, Stage]
@@ -144,6 +148,8 @@ class PassSetup:
     device: torch.device
     norms: DeferredNorms
     late_exchanges: LateExchanges
+    left: LeftState
+    carried: frozenset[Path]
 
     @property
     def is_last(self) -> bool:
@@ -221,6 +227,7 @@ class StageRun:
             seed_generators(*key)
         with continued_random_numbers(state, setup.device, *key) if carried else nullcontext(), setup.norms.noting():
             run = partial(stage.module, *received, *self._inputs(leg, stage, index))
+            setup.left.begin_stage(is_cut=setup.num_microbatches > 1, carried=setup.carried)
             outputs: tuple[Tensor, ...] = setup.late_exchanges.watching(stage.index, run)
             after = generator_state(setup.device) if carried else None
         for output, spec, node in zip(outputs, leg.crossings[stage.index].sent, stage.boundary_out, strict=True):
@@ -336,6 +343,7 @@ class RegionPass:
             self.obstacle = self.obstacle or self.tries.reason()
             if self.obstacle is None and self._carrying is not None:
                 self.obstacle = f"{self._carrying} uses a value that an earlier call stored on its module"
+            self.obstacle = self.obstacle or self.setup.left.obstacle()
             self.tries = None  # it holds copies
         return self._results.take() if self.setup.is_last else None
 
@@ -357,6 +365,7 @@ class RegionPass:
             self.saved_bytes += self._run.saved_bytes(leg, stage, index, received)
         outputs, state = self._run.compute(leg, stage, index, received, state=state, training=self.training)
         if self.tries is not None and number == 0:
+            setup.left.note_first()
             self.tries.note_first(stage.module, [other.module for other in setup.stages.values() if other is not stage])
         if self.training and torch.is_grad_enabled():
             self._graphs[of, number] = StageGraph.of(received, leg.trained(of, outputs))

@@ -15,7 +15,7 @@ step's own code (``Span.transparent``) runs on after that, and what a recorded f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,24 +30,34 @@ from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step_code import names_in_step
 
 
+def places_named(root: nn.Module, members: Members, function: Callable[..., Any]) -> Mapping[str, Collection[str]]:
+    """Returns the attributes of submodules that a step's code names, by the modules' paths."""
+    named = names_in_step(root, function) - TORCHS_OWN
+    modules = {path: module for path, module in members.modules.items() if path and not isinstance(module, METRICS)}
+    return {path: names for path, module in modules.items() if (names := named & vars(module).keys())}
+
+
 class SubmoduleValues:
-    """Attributes of submodules that a step's code names.
+    """Some attributes of submodules.
 
     Args:
         root: The LightningModule.
-        members: Its members.
-        function: The step.
+        names: The attributes, by the modules' paths.
+        holds: True for a value that is looked into.
     """
 
-    def __init__(self, root: nn.Module, members: Members, function: Callable[..., Any]) -> None:
-        named = names_in_step(root, function) - TORCHS_OWN
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Mapping[str, Collection[str]],
+        holds: Callable[[Any], bool] = lambda value: isinstance(value, (list, dict, set)),
+    ) -> None:
+        self._root, self._holds = root, holds
         self._places = [
-            (vars(module), name, (*_path_of(path), ("attribute", name)))
-            for path, module in members.modules.items()
-            if path and not isinstance(module, METRICS)
-            for name in named & vars(module).keys()
+            (vars(root.get_submodule(path)), name, (*path_of(path), ("attribute", name)))
+            for path, own in names.items()
+            for name in sorted(own)
         ]
-        self._modules = members.modules
         self._before: list[Any] = []
         self._versions: list[int] = []  # of tensors among them
         self._inside: Snapshot | None = None
@@ -56,11 +66,11 @@ class SubmoduleValues:
 
     def take(self, set_here: Collection[str] = ()) -> None:
         """Takes the values of now; ``set_here`` are the paths of modules whose attributes only this rank sets after that."""
-        modules = {path: self._modules[path] for path in set_here if path}  # the LightningModule's are the step's own state
+        modules = {path: self._root.get_submodule(path) for path in set_here if path}  # the root's are the step's own state
         self._set_here = Snapshot(modules, enters_modules=False) if modules else None
         self._before = [attributes.get(name, ABSENT) for attributes, name, _ in self._places]
         self._versions = [version_of(value) if _has_version(value) else -1 for value in self._before]
-        holders = {str(index): value for index, value in enumerate(self._before) if isinstance(value, (list, dict, set))}
+        holders = {str(index): value for index, value in enumerate(self._before) if self._holds(value)}
         self._inside = Snapshot(holders, enters_modules=False) if holders else None
 
     def written(self, memory: Collection[int]) -> Iterator[Difference]:
@@ -79,7 +89,7 @@ class SubmoduleValues:
                 yield Difference((*path, *each.path[1:]), None, each.value)
         for each in () if self._set_here is None else self._set_here.written_tensors(memory):
             if _is_own(each):
-                yield Difference((*_path_of(each.path[0]), *each.path[1:]), None, each.value)
+                yield Difference((*path_of(each.path[0]), *each.path[1:]), None, each.value)
 
     def differences(self) -> Iterator[Difference]:
         """Yields what differs from what was taken, but for values of tensors."""
@@ -96,7 +106,7 @@ class SubmoduleValues:
         if self._set_here is not None and not self._set_here.is_current():
             for each in self._set_here.differences():
                 if _is_own(each):
-                    yield Difference((*_path_of(each.path[0]), *each.path[1:]), each.start, each.value)
+                    yield Difference((*path_of(each.path[0]), *each.path[1:]), each.start, each.value)
 
 
 def _has_version(value: Any) -> bool:
@@ -104,12 +114,18 @@ def _has_version(value: Any) -> bool:
 
 
 def _is_own(difference: Difference) -> bool:
-    """False for what torch keeps in a module, and for tensors without data: of these, ranks have their own."""
+    """False for what torch keeps in a module, and for tensors without data."""
     kind, key = difference.path[1] if len(difference.path) > 1 else ("", "")
     is_torchs_own = kind == "attribute" and (not isinstance(key, str) or key in TORCHS_OWN)
-    tensors = (leaf for leaf in tree_leaves(difference.value) if isinstance(leaf, Tensor))
-    return not is_torchs_own and not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+    return not is_torchs_own and not stands_for_data(difference.value)
 
 
-def _path_of(path: str) -> Path:
+def stands_for_data(value: Any) -> bool:
+    """True for a value with tensors without data: of these, ranks have their own."""
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def path_of(path: str) -> Path:
+    """Returns the path of a module, from the root's on."""
     return ("self", *(("attribute", ("_modules", name)) for name in path.split(".")))

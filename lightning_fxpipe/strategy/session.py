@@ -412,6 +412,7 @@ class Session:
         self._ran.add(step.kind)
         if news is not None and not is_last:
             output = self._take_over(step, metrics, news)
+        self._runtime.share_left(() if news is None else news.attributes)
         replay(self.module, entries, metrics, self._topology.device)
         return loss, output
 

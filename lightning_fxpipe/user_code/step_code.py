@@ -109,15 +109,21 @@ def names_in_step(root: nn.Module, function: Callable[..., Any]) -> frozenset[st
     return frozenset(name for each in codes for name in each.co_names)
 
 
-def names_in_hooks(root: nn.Module) -> frozenset[str]:
-    """Returns the names in the code of hooks, of a LightningModule and of its Trainer's callbacks, and of what they call."""
+def names_in_hooks(root: nn.Module, *kinds: type[nn.Module]) -> frozenset[str]:
+    """Returns the names in the code of hooks, of a LightningModule and of its Trainer's callbacks, and of what they call.
+
+    Args:
+        root: The LightningModule.
+        *kinds: Classes of modules whose methods they may call.
+    """
     trainer = vars(root).get("_trainer")
     names = set[str]()
     for owner in (root, *getattr(trainer, "callbacks", ())):
         kind = type(owner)
         for hook in (function for base in kind.__mro__ if is_followed(base.__module__) for function in functions_of(base)):
             if (code := code_of(hook)) is not None and code.co_name.startswith("on_"):
-                names.update(*(names_used(each) for each in codes_called(kind, code)))
+                called = codes_called((kind, *kinds), code, but=frozenset({"forward"}))
+                names.update(*(names_used(each) for each in called))
     return frozenset(names)
 
 

@@ -1,0 +1,243 @@
+"""Gives every rank what modules of the stages leave on themselves, where code that runs on every rank reads it.
+
+    class Block(nn.Module):
+        def forward(self, x):
+            self.stats["mean"] = x.mean().detach()          # on the rank of the block's stage
+            return self.linear(x)
+
+    def on_train_batch_end(self, *args):                     # on every rank
+        self.log("mean", self.blocks[0].stats["mean"])
+
+Attributes are compared that a module's code changes and such code names: most often there are none. They are taken when the
+first stage of a rank runs, and what differs is sent when the region's call is over. Where samples are computed in several
+microbatches, a tensor would be that of the last: such batches are not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import hooks_of
+from lightning_fxpipe.distributed.agreement import any_rank, gather_values
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metrics.metric_calls import METRICS
+from lightning_fxpipe.runtime.attributes import Change, change_of, take_over
+from lightning_fxpipe.runtime.submodule_values import SubmoduleValues, stands_for_data
+from lightning_fxpipe.tracing.guards import TORCHS_OWN
+from lightning_fxpipe.tracing.reachable import is_plain_value, written_place
+from lightning_fxpipe.user_code.bytecode import assigned_names, changes_containers, names_used
+from lightning_fxpipe.user_code.code_contents import functions_of
+from lightning_fxpipe.user_code.kinds import is_users, kinds_of
+from lightning_fxpipe.user_code.paths import Difference, Path
+from lightning_fxpipe.user_code.snapshot import Snapshot
+from lightning_fxpipe.user_code.step import StepKind
+from lightning_fxpipe.user_code.step_code import code_of, names_in_hooks, names_in_step
+
+_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+
+
+class LeftState:
+    """What this rank's stages leave in the running call of the region. Made by every rank of the pipeline.
+
+    Args:
+        root: The LightningModule.
+        topology: This rank's place.
+        readers: Names in the code that every rank runs.
+        warn: Tells the user.
+    """
+
+    def __init__(self, root: nn.Module, topology: Topology, readers: frozenset[str], warn: Callable[[str], None]) -> None:
+        self._root, self._topology, self._warn = root, topology, warn
+        places = places_left(root, readers) if topology.num_ranks > 1 else {}
+        self._values, self._since_first = (
+            SubmoduleValues(root, places, holds=lambda value: bool(kinds_of(value))) if places else None for _ in range(2)
+        )
+        self._is_taken = self._is_cut = False
+        self._carried: frozenset[Path] = frozenset()
+        self._is_needed: bool | None = None
+        self._unsent: set[str] = set()
+
+    def begin_stage(self, *, is_cut: bool, carried: frozenset[Path]) -> None:
+        """A stage is about to run.
+
+        Args:
+            is_cut: Whether on one of several microbatches.
+            carried: Places of tensors that are results of the region: the last stage's rank has those of the whole batch.
+        """
+        if self._values is not None and not self._is_taken:
+            self._values.take()
+            self._is_taken = True
+        self._is_cut, self._carried = is_cut, carried
+
+    def note_first(self) -> None:
+        """The first microbatch of several has gone through a stage."""
+        if self._since_first is not None:
+            self._since_first.take()
+
+    def obstacle(self) -> str | None:
+        """Why batches must not be cut: what a stage has left in this call is not what it would leave on one device."""
+        counts = () if self._since_first is None else (each.path for each in self._since_first.differences())
+        place = next((each for each in chain(self._tensors(), counts) if each not in self._carried), None)
+        return (
+            None if place is None else f"the model's forward sets {written_place(place)} anew with each call, which hooks read"
+        )
+
+    def share(self, sent: Iterable[Change] = ()) -> None:
+        """The region's call is over: every rank gets what the others have left. Called by every rank.
+
+        Args:
+            sent: What the last stage's rank has sent already.
+
+        Raises:
+            UnsupportedError: A microbatch has left a tensor, or two ranks something else in the same place.
+        """
+        if self._topology.num_ranks == 1:
+            return
+        if self._is_needed is None:
+            self._is_needed = any_rank(self._values is not None, self._topology)
+        if not self._is_needed:
+            return
+        known = {change.path for change in sent}
+        left = [(each, is_in_place) for each, is_in_place in self._differences() if each.path not in known]
+        of_microbatch = next(map(written_place, self._tensors()), None) if self._is_cut else None
+        self._is_taken = False
+        changes, unsent = self._changes(left)
+        every = gather_values(self._topology.control_group, (changes, unsent, of_microbatch))
+        self._check([each for *_, each in every])
+        if news := {name for _, names, _ in every for name in names} - self._unsent:
+            self._unsent |= news
+            self._warn(
+                f"Modules leave values that cannot be pickled: {', '.join(sorted(news))}. Hooks read those of their own rank. "
+                "Store tensors or plain values instead."
+            )
+        found: dict[Path, Change] = {}
+        for theirs, *_ in every:
+            for change in theirs:
+                if (other := found.setdefault(change.path, change)) != change:
+                    raise _two_ranks(written_place(other.path))
+        own = {change.path for change in changes}
+        take_over(self._root, [each for path, each in found.items() if path not in own], self._topology.device)
+
+    def _differences(self) -> list[tuple[Difference, bool]]:
+        """Returns what differs, each with whether it is a tensor that has got other values."""
+        if self._values is None or not self._is_taken:
+            return []
+        others = frozenset() if self._topology.is_last else self._carried
+        assigned = (each for each in self._values.differences() if each.path not in others and not stands_for_data(each.value))
+        return [*((each, False) for each in assigned), *((each, True) for each in self._values.written(()))]
+
+    def _tensors(self) -> Iterator[Path]:
+        """Yields the places of tensors that differ, but for results of the region."""
+        places = (each.path for each, _ in self._differences() if not is_plain_value(each.value))
+        return (place for place in places if place not in self._carried)
+
+    def _changes(self, left: Iterable[tuple[Difference, bool]]) -> tuple[list[Change], list[str]]:
+        """Returns differences as they are sent, and the names of those that cannot be."""
+        changes, unsent = [], []
+        for each, is_in_place in left:
+            try:
+                changes.append(change_of(self._root, Snapshot({}), each, is_in_place=is_in_place))
+            except UnsupportedError:
+                unsent.append(written_place(each.path))
+        return changes, unsent
+
+    def _check(self, of_microbatches: Iterable[str | None]) -> None:
+        for place in filter(None, of_microbatches):
+            raise UnsupportedError(
+                f"A module leaves a tensor of a single microbatch, which hooks read: {place}.",
+                observed="a tensor that is set for the first time in this step",
+                expected="a batch that is not split into microbatches, or no tensor",
+                todo="Set FxPipeStrategy(num_microbatches=1), or return the tensor from the model's forward.",
+            )
+
+
+def read_by_all(root: nn.Module, runs_steps: bool) -> frozenset[str]:
+    """Returns the names in code that every rank runs: hooks, and what they call of the modules' methods.
+
+    Args:
+        root: The LightningModule.
+        runs_steps: Whether every rank runs the steps, too.
+    """
+    kinds = {type(module) for module in root.modules() if is_users(type(module))}
+    steps = (getattr(root, kind.value, None) for kind in StepKind) if runs_steps else ()
+    return names_in_hooks(root, *kinds).union(*(names_in_step(root, step) for step in steps if step is not None))
+
+
+def places_left(root: nn.Module, readers: frozenset[str]) -> Mapping[str, frozenset[str]]:
+    """Returns the attributes that submodules' code may change and other code names, by the modules' paths.
+
+    Args:
+        root: The LightningModule.
+        readers: Names in the other code.
+    """
+    found = {}
+    for path, module in root.named_modules():
+        if not path or isinstance(module, METRICS) or not (is_users(type(module)) or hooks_of(module)):
+            continue
+        kind: Any = type(module)
+        codes = [*_codes_of_class(kind), *filter(None, map(code_of, hooks_of(module)))]
+        assigned = {name for code in codes for name in _names(code)[0]}
+        held = {
+            name
+            for name, value in vars(module).items()
+            if name in readers and _may_change(value, assigned, [code for code in codes if name in _names(code)[1]])
+        }
+        if names := (assigned & readers | held) - TORCHS_OWN:
+            found[path] = frozenset(names)
+    return found
+
+
+def _may_change(value: Any, assigned: set[str], using: list[CodeType]) -> bool:
+    """True for an object that code may change from within.
+
+    Args:
+        value: The object.
+        assigned: Names that its module's code assigns.
+        using: The code that names it.
+    """
+    if not using or isinstance(value, (nn.Module, nn.Parameter)):
+        return False
+    if isinstance(value, Tensor):
+        return True
+    if not kinds_of(value):
+        return False
+    kind: Any = type(value)
+    own = {name for code in _codes_of_class(kind) for name in _names(code)[0]}
+    names = vars(value).keys() if hasattr(value, "__dict__") else set()
+    codes = (*using, *_codes_of_class(kind))
+    return bool((assigned | own) & names) or any(map(changes_containers, codes)) or any(map(_writes, codes))
+
+
+def _writes(code: CodeType) -> bool:
+    """True for code with one of torch's methods that write to a tensor, or one that is named so."""
+    return any(name.endswith("_") and not name.startswith("_") for name in _names(code)[1])
+
+
+@lru_cache(maxsize=4096)
+def _codes_of_class(kind: type[Any]) -> tuple[CodeType, ...]:
+    """The code of a class's functions, and of the user's classes that it follows from, but for constructors."""
+    functions = (function for base in kind.__mro__ if is_users(base) for function in functions_of(base))
+    codes = (each.__code__ for each in functions if isinstance(each, FunctionType) and each.__name__ not in _CONSTRUCTORS)
+    return tuple(codes)
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that code assigns, and those that it uses."""
+    return frozenset(assigned_names(code)), frozenset(names_used(code))
+
+
+def _two_ranks(place: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Modules of several stages change the same object: {place}.",
+        observed="other values on other ranks, in a place that hooks read",
+        expected="a place that modules of a single stage change",
+        todo="Give each module an object of its own, or return the value from the model's forward.",
+    )
