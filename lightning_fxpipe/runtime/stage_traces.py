@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.torch import hooks_of
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Topology
@@ -116,6 +117,7 @@ class StageTraces:
         self._num_made = 0
         self._known: list[StageTrace] = []  # the one used last comes last
         self._of_plan: StageTrace | None = None  # until a batch has run
+        self._hooks_of_plan: list[object] = []
         self.iterators = StepIterators()
         self._changed: dict[str, None] = {}  # names of what is not what it was for traces that would do else
         # Numbers that have changed; False where a graph needs their values.
@@ -140,6 +142,7 @@ class StageTraces:
         is_there = planned.traced is not None and (self._topology.device.type == "cpu" or not planned.traced.held.constants)
         if all(gather_values(self._topology.control_group, is_there)):
             self._of_plan, _ = self._make(kind, partial(self._cut_planned, planned))
+            self._hooks_of_plan = self._hooks_now()
 
     def find(self, kind: StepKind, call: StepCall, size: int, *, has_values: bool = True) -> tuple[StageTrace, Shapes]:
         """A trace that covers the step's calls of the model, and the shapes that they get.
@@ -155,6 +158,9 @@ class StageTraces:
             ValuesNeeded: The values decide, or may decide; on every rank, as what comes before does not depend on them.
             CannotFollow: The step trains nothing, and cannot be cut as the plan says.
         """
+        if self._of_plan is not None and self._hooks_now() != self._hooks_of_plan:  # what they leave has not been seen
+            self._known.remove(self._of_plan)
+            self._of_plan = None
         for search in (self._known_span, self._known_call):
             if (found := search(kind, call, size)) is not None:
                 known, shapes = found
@@ -174,6 +180,9 @@ class StageTraces:
         if made.span is not None:
             self._takes(made, kind, call, shapes)
         return made, shapes
+
+    def _hooks_now(self) -> list[object]:
+        return [hook for module in self._root.modules() for hook in hooks_of(module)]
 
     def find_call(self, kind: StepKind, region: RegionCall) -> tuple[StageTrace, Shapes]:
         """A trace that covers a call, and the shapes that it gets. Called by every rank.

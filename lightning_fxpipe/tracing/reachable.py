@@ -17,6 +17,7 @@ from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
+_NAMED = ("attribute", "slot", "global", "class", "function")
 AROUND = "the code around them"
 NEW = "new"  # last step of the path to the entries that a list has got
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray, set, frozenset, type(None), Enum, np.generic)
@@ -107,11 +108,28 @@ def written_place(place: Path) -> str:
             name = str(key)
         elif kind == "mro":
             name = f"type({name})"
-        elif kind in ("attribute", "slot", "global", "class", "function"):
+        elif kind in _NAMED:
             name = f"{name}.{key if isinstance(key, str) else key[-1]}"
         elif kind not in ("code", CONTENTS, NEW):
             name = f"{name}[{key!r}]"
     return name
+
+
+def names_on_the_way(place: Path) -> list[str]:
+    """Returns the names by which code that is no module's comes to a place: from the root, a forward hook or a variable on.
+
+    Empty for a place in a submodule.
+    """
+    names: list[str] = []
+    variable, is_in_module = "", False
+    for kind, key in place[1:]:
+        if kind in _NAMED and isinstance(key, tuple):  # a submodule, or one of the hooks of one
+            names, is_in_module = [], key[0] == "_modules"
+        elif kind == "function":  # a variable of a hook, which may have another name elsewhere
+            names, variable = [], str(key)
+        elif kind in _NAMED:
+            names.append(str(key))
+    return [] if is_in_module else names or [variable]
 
 
 def is_same_value(one: Any, other: Any) -> bool:

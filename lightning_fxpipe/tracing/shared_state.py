@@ -42,6 +42,7 @@ from lightning_fxpipe.tracing.reachable import (
     has_own_code,
     is_plain_value,
     is_same_value,
+    names_on_the_way,
     place_of,
     reaches,
     written_place,
@@ -54,6 +55,8 @@ from lightning_fxpipe.user_code.contents import same_mapping
 from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path
 from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
 from lightning_fxpipe.user_code.step_code import line_of_use, names_in_hooks
+
+_HOOKS = "hooks, which run on every rank"
 
 
 class SharedState:
@@ -232,14 +235,17 @@ class SharedState:
         for place, difference in self._changes.note(AROUND).items():
             writers = self._changes.writers(place) - {AROUND, ""}
             if writers and (self._readers.owner(place) is root or self._is_for_hooks(place)):
-                yield Exchange(difference, frozenset(writers), "hooks, which run on every rank")
+                yield Exchange(difference, frozenset(writers), _HOOKS)
+        for place, (difference, writer) in self._changes.tensors.items():
+            if writer not in (AROUND, "") and self._is_for_hooks(place):
+                yield Exchange(difference, frozenset({writer}), _HOOKS)
 
     def _is_for_hooks(self, place: Path) -> bool:
-        """True where hooks use each name on the way to a place; they read what modules keep from this rank's modules."""
+        """True where hooks read each name on the way to a place. What modules keep themselves `runtime.left_state` sends."""
         if self._used_in_hooks is None:
             self._used_in_hooks = names_in_hooks(self._modules[""]) if "" in self._modules else frozenset()
-        names = [key for kind, key in place[1:] if kind in ("attribute", "slot", "global", "class", "function")]
-        return bool(names) and all(isinstance(name, str) and name in self._used_in_hooks for name in names)
+        names = names_on_the_way(place)
+        return bool(names) and all(name in self._used_in_hooks for name in names)
 
     def _is_watched(self, path: str, module: nn.Module) -> bool:
         """True for a module with code that is not torch's own: that changes nothing outside of its module."""
@@ -260,7 +266,9 @@ class SharedState:
             where=label,
             observed=exchange,
             expected="arguments and results: another stage has a separate copy of the object, which does not change",
-            todo="Return the value from the forward that computes it, and pass it to the other modules as an argument.",
+            todo="Store it as an attribute of the module that computes it: hooks find that on every rank."
+            if found.reader == _HOOKS
+            else "Return the value from the forward that computes it, and pass it to the other modules as an argument.",
         )
         if not inside:
             return refusal
@@ -283,7 +291,7 @@ class _Changes:
 
     def __init__(self, settings: RecorderSettings, begins_with_first_call: bool) -> None:
         self._before = settings.before
-        found = {} if settings.before is None else dict(settings.before.reached_from("self"))
+        found = {} if settings.before is None else dict(settings.before.reached_from("self", "trainer.callbacks"))
         modules = {index: record.owner for index, record in found.items() if isinstance(record.owner, nn.Module)}
         # All modules have changed since, as their tensors have been exchanged for fakes.
         self._attributes = {index: (vars(module), {**vars(module)}) for index, module in modules.items()}
@@ -294,6 +302,7 @@ class _Changes:
         self._all: dict[Path, Difference] = {}
         self._lost: dict[Path, Difference] = {}
         self._had_tensors: set[Path] = set()  # such as a list that is empty again: `tracing.state_reads` has the tensors
+        self.tensors: dict[Path, tuple[Difference, str]] = {}  # places that have got tensors, and the first writers
         self._has_begun = not begins_with_first_call
         self._at_begin: dict[Path, Difference] = {}
 
@@ -308,7 +317,9 @@ class _Changes:
         if self._before is not None:
             changed = [index for index, (new, old) in self._attributes.items() if not same_mapping(new, old)]
             found = [*self._before.differences([*self._others, *changed, *(self._large if with_large else ())])]
-            self._had_tensors |= {place_of(each) for each in found if not is_plain_value(each.value)}
+            with_tensors = {place_of(each): each for each in found if not is_plain_value(each.value)}
+            self._had_tensors |= with_tensors.keys()
+            self.tensors |= {place: (each, writer) for place, each in with_tensors.items() if place not in self.tensors}
             now |= {place_of(each): each for each in found if _is_plain(each) and place_of(each) not in self._had_tensors}
         if not self._has_begun:  # every rank has run the code up to here
             self._has_begun, self._at_begin = True, now

@@ -6,10 +6,12 @@ import dis
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
+_LOADS = frozenset({"LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"})
 _SETTERS = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", "__dict__", "vars"})
 _CHANGING_METHODS = frozenset(
     {
@@ -77,6 +79,20 @@ def names_used(code: CodeType) -> frozenset[str]:
     """Returns names of attributes and variables, and texts, in code and functions defined in it."""
     texts = (constant for inner in codes_in(code) for constant in inner.co_consts if isinstance(constant, str))
     return frozenset(name for inner in codes_in(code) for name in (*inner.co_names, *inner.co_freevars)).union(texts)
+
+
+def names_read(code: CodeType) -> frozenset[str]:
+    """Returns names as :func:`names_used`, but for those that code only assigns, or of which it only calls ``clear``.
+
+    Those in functions defined in it are not among them.
+    """
+    names = {constant for constant in code.co_consts if isinstance(constant, str)}
+    done = [*operations(code)]
+    for operation, following in zip_longest(done, done[1:]):
+        is_cleared = following is not None and (following.name, following.argument) == ("LOAD_ATTR", "clear")
+        if operation.name in _LOADS and not is_cleared:
+            names.add(str(operation.argument))
+    return frozenset(names)
 
 
 def changes_containers(code: CodeType) -> bool:

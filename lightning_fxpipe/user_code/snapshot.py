@@ -213,11 +213,11 @@ class Snapshot:
         """Yields the contents remembered, and where each was reached first."""
         return ((record, self._path(index)) for index, record in enumerate(self._records))
 
-    def reached_from(self, root: str) -> Iterator[tuple[int, _Record]]:
-        """Yields the contents of objects reached from a root, by its name, with their numbers for :meth:`differences`."""
+    def reached_from(self, *roots: str) -> Iterator[tuple[int, _Record]]:
+        """Yields the contents of objects reached from roots, by how their names begin, with numbers for :meth:`differences`."""
         from_root: list[bool] = []
         for index, record in enumerate(self._records):
-            from_root.append(record.key == root if record.parent < 0 else from_root[record.parent])
+            from_root.append(str(record.key).startswith(roots) if record.parent < 0 else from_root[record.parent])
             if from_root[index]:
                 yield index, record
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, first_line_with, names_used, operations
+from lightning_fxpipe._compat.torch import hooks_of
+from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, first_line_with, names_read, operations
 from lightning_fxpipe.user_code.code_contents import functions_of
 from lightning_fxpipe.user_code.code_names import is_followed
 from lightning_fxpipe.user_code.frames import is_framework, is_machinery
@@ -110,7 +111,7 @@ def names_in_step(root: nn.Module, function: Callable[..., Any]) -> frozenset[st
 
 
 def names_in_hooks(root: nn.Module, *kinds: type[nn.Module]) -> frozenset[str]:
-    """Returns the names in the code of hooks, of a LightningModule and of its Trainer's callbacks, and of what they call.
+    """Returns the names that hooks read, of a LightningModule and of its Trainer's callbacks, and what they call.
 
     Args:
         root: The LightningModule.
@@ -118,12 +119,13 @@ def names_in_hooks(root: nn.Module, *kinds: type[nn.Module]) -> frozenset[str]:
     """
     trainer = vars(root).get("_trainer")
     names = set[str]()
+    forward_hooks = {code_of(hook) for module in root.modules() for hook in hooks_of(module)}  # which run in the stages
     for owner in (root, *getattr(trainer, "callbacks", ())):
         kind = type(owner)
         for hook in (function for base in kind.__mro__ if is_followed(base.__module__) for function in functions_of(base)):
             if (code := code_of(hook)) is not None and code.co_name.startswith("on_"):
                 called = codes_called((kind, *kinds), code, but=frozenset({"forward"}))
-                names.update(*(names_used(each) for each in called))
+                names.update(*(names_read(each) for each in called if each not in forward_hooks))
     return frozenset(names)
 
 
