@@ -16,12 +16,10 @@ microbatches, a tensor would be that of the last: such batches are not cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
 from itertools import chain
-from types import CodeType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fxpipe._compat.torch import hooks_of
 from lightning_fxpipe.distributed.agreement import any_rank, gather_values
@@ -31,16 +29,14 @@ from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.runtime.attributes import Change, change_of, take_over
 from lightning_fxpipe.runtime.submodule_values import SubmoduleValues, stands_for_data
 from lightning_fxpipe.tracing.guards import TORCHS_OWN
-from lightning_fxpipe.tracing.reachable import is_plain_value, written_place
-from lightning_fxpipe.user_code.bytecode import assigned_names, changes_containers, names_used
-from lightning_fxpipe.user_code.code_contents import functions_of
+from lightning_fxpipe.tracing.reachable import is_plain_value, names_on_the_way, written_place
+from lightning_fxpipe.user_code.changing_code import assigned_by, codes_of_class, may_change_inside
+from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.kinds import is_users, kinds_of
 from lightning_fxpipe.user_code.paths import Difference, Path
 from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step import StepKind
 from lightning_fxpipe.user_code.step_code import code_of, names_in_hooks, names_in_step
-
-_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 
 
 class LeftState:
@@ -57,12 +53,13 @@ class LeftState:
         self._root, self._topology, self._warn = root, topology, warn
         places = places_left(root, readers) if topology.num_ranks > 1 else {}
         self._values, self._since_first = (
-            SubmoduleValues(root, places, holds=lambda value: bool(kinds_of(value))) if places else None for _ in range(2)
+            SubmoduleValues(root, places, lambda name, value: bool(kinds_of(value))) if places else None for _ in range(2)
         )
         self._is_taken = self._is_cut = False
         self._carried: frozenset[Path] = frozenset()
         self._is_needed: bool | None = None
         self._unsent: set[str] = set()
+        self._hooks: Snapshot | None = None  # what forward hooks reach, until the first call is over
 
     def begin_stage(self, *, is_cut: bool, carried: frozenset[Path]) -> None:
         """A stage is about to run.
@@ -71,6 +68,8 @@ class LeftState:
             is_cut: Whether on one of several microbatches.
             carried: Places of tensors that are results of the region: the last stage's rank has those of the whole batch.
         """
+        if self._is_needed is None and self._hooks is None:
+            self._hooks = Snapshot(_reached_by_hooks(self._root), enters_modules=False)
         if self._values is not None and not self._is_taken:
             self._values.take()
             self._is_taken = True
@@ -102,6 +101,7 @@ class LeftState:
             return
         if self._is_needed is None:
             self._is_needed = any_rank(self._values is not None, self._topology)
+            self._tell_of_hooks()
         if not self._is_needed:
             return
         known = {change.path for change in sent}
@@ -124,6 +124,19 @@ class LeftState:
                     raise _two_ranks(written_place(other.path))
         own = {change.path for change in changes}
         take_over(self._root, [each for path, each in found.items() if path not in own], self._topology.device)
+
+    def _tell_of_hooks(self) -> None:
+        """Warns of what forward hooks have left outside of modules, where it is not the same on all ranks."""
+        left = () if self._hooks is None else self._hooks.differences()
+        found = (each for each in left if each.value is not ABSENT and not callable(each.value))
+        mine = {(".".join(names_on_the_way(each.path)), repr(each.path), repr(each.value)) for each in found}
+        every = gather_values(self._topology.control_group, mine)
+        self._hooks = None
+        if names := sorted({name for theirs in every for name, *_ in theirs ^ mine if name}):
+            self._warn(
+                f"Forward hooks leave values outside of the modules: {', '.join(names)}. Each rank has those of its stages. "
+                "To read them in hooks or after the run, store them as attributes of the module: module.activation = ..."
+            )
 
     def _differences(self) -> list[tuple[Difference, bool]]:
         """Returns what differs, each with whether it is a tensor that has got other values."""
@@ -182,56 +195,17 @@ def places_left(root: nn.Module, readers: frozenset[str]) -> Mapping[str, frozen
         if not path or isinstance(module, METRICS) or not (is_users(type(module)) or hooks_of(module)):
             continue
         kind: Any = type(module)
-        codes = [*_codes_of_class(kind), *filter(None, map(code_of, hooks_of(module)))]
-        assigned = {name for code in codes for name in _names(code)[0]}
-        held = {
-            name
-            for name, value in vars(module).items()
-            if name in readers and _may_change(value, assigned, [code for code in codes if name in _names(code)[1]])
-        }
-        if names := (assigned & readers | held) - TORCHS_OWN:
+        codes = [*codes_of_class(kind), *filter(None, map(code_of, hooks_of(module)))]
+        held = {name for name in readers & vars(module).keys() if may_change_inside(name, vars(module)[name], codes)}
+        if names := (assigned_by(codes) & readers | held) - TORCHS_OWN:
             found[path] = frozenset(names)
     return found
 
 
-def _may_change(value: Any, assigned: set[str], using: list[CodeType]) -> bool:
-    """True for an object that code may change from within.
-
-    Args:
-        value: The object.
-        assigned: Names that its module's code assigns.
-        using: The code that names it.
-    """
-    if not using or isinstance(value, (nn.Module, nn.Parameter)):
-        return False
-    if isinstance(value, Tensor):
-        return True
-    if not kinds_of(value):
-        return False
-    kind: Any = type(value)
-    own = {name for code in _codes_of_class(kind) for name in _names(code)[0]}
-    names = vars(value).keys() if hasattr(value, "__dict__") else set()
-    codes = (*using, *_codes_of_class(kind))
-    return bool((assigned | own) & names) or any(map(changes_containers, codes)) or any(map(_writes, codes))
-
-
-def _writes(code: CodeType) -> bool:
-    """True for code with one of torch's methods that write to a tensor, or one that is named so."""
-    return any(name.endswith("_") and not name.startswith("_") for name in _names(code)[1])
-
-
-@lru_cache(maxsize=4096)
-def _codes_of_class(kind: type[Any]) -> tuple[CodeType, ...]:
-    """The code of a class's functions, and of the user's classes that it follows from, but for constructors."""
-    functions = (function for base in kind.__mro__ if is_users(base) for function in functions_of(base))
-    codes = (each.__code__ for each in functions if isinstance(each, FunctionType) and each.__name__ not in _CONSTRUCTORS)
-    return tuple(codes)
-
-
-@lru_cache(maxsize=4096)
-def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that code assigns, and those that it uses."""
-    return frozenset(assigned_names(code)), frozenset(names_used(code))
+def _reached_by_hooks(root: nn.Module) -> Mapping[str, Any]:
+    """Returns what forward hooks begin from: themselves, and the root where one is a method of it."""
+    hooks = {f"hook {number}": hook for number, hook in enumerate(hook for m in root.modules() for hook in hooks_of(m))}
+    return {**hooks, "self": root} if hooks else {}
 
 
 def _two_ranks(place: str) -> UnsupportedError:

@@ -43,16 +43,17 @@ class SubmoduleValues:
     Args:
         root: The LightningModule.
         names: The attributes, by the modules' paths.
-        holds: True for a value that is looked into.
+        changes: True for an object, in an attribute of this name, that code may change from within: it is looked into.
     """
 
     def __init__(
         self,
         root: nn.Module,
         names: Mapping[str, Collection[str]],
-        holds: Callable[[Any], bool] = lambda value: isinstance(value, (list, dict, set)),
+        changes: Callable[[str, Any], bool],
     ) -> None:
-        self._root, self._holds = root, holds
+        self._root, self._changes = root, changes
+        self._may_change: dict[tuple[str, type], bool] = {}
         self._places = [
             (vars(root.get_submodule(path)), name, (*path_of(path), ("attribute", name)))
             for path, own in names.items()
@@ -70,8 +71,18 @@ class SubmoduleValues:
         self._set_here = Snapshot(modules, enters_modules=False) if modules else None
         self._before = [attributes.get(name, ABSENT) for attributes, name, _ in self._places]
         self._versions = [version_of(value) if _has_version(value) else -1 for value in self._before]
-        holders = {str(index): value for index, value in enumerate(self._before) if self._holds(value)}
+        names = (name for _, name, _ in self._places)
+        named = enumerate(zip(names, self._before, strict=True))
+        holders = {str(index): value for index, (name, value) in named if self._is_holder(name, value)}
         self._inside = Snapshot(holders, enters_modules=False) if holders else None
+
+    def _is_holder(self, name: str, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return False
+        key = name, type(value)
+        if key not in self._may_change:
+            self._may_change[key] = isinstance(value, (list, dict, set)) or self._changes(name, value)
+        return self._may_change[key]
 
     def written(self, memory: Collection[int]) -> Iterator[Difference]:
         """Yields the tensors that are what was taken, and have other values.

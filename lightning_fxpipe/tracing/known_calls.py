@@ -347,7 +347,7 @@ class _Copies(torch.autograd.Function):
 def _describe_module(path: str, module: nn.Module, likeness: Likeness, parts: list[Any], tensors: list[FakeTensor]) -> None:
     """Adds what a module is by itself, but for its attributes. Raises :class:`Unlike`."""
     own = vars(module)
-    parts += (path, type(module), own["training"], tuple(name for name, child in own["_modules"].items() if child is None))
+    parts += (path, type(module), module.training, tuple(name for name, child in own["_modules"].items() if child is None))
     for kind in ("_parameters", "_buffers"):
         for name, tensor in own[kind].items():
             parts += (kind, name, type(tensor), isinstance(tensor, nn.Parameter))

@@ -103,11 +103,15 @@ def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) ->
 
 
 def names_in_step(root: nn.Module, function: Callable[..., Any]) -> frozenset[str]:
-    """Returns the names in a step's code, and in that of the methods it names of the module and its submodules, but forward."""
+    """Returns the names in :func:`codes_of_step`."""
+    return frozenset(name for each in codes_of_step(root, function) for name in each.co_names)
+
+
+def codes_of_step(root: nn.Module, function: Callable[..., Any]) -> list[CodeType]:
+    """Returns a step's code, and that of the methods it names of the module and its submodules, but forward."""
     code = code_of(function)
     kinds = dict.fromkeys(type(module) for module in root.modules() if not is_framework(type(module).__module__))
-    codes = () if code is None else codes_called(tuple(kinds), code, but=frozenset({"forward"}))
-    return frozenset(name for each in codes for name in each.co_names)
+    return [] if code is None else [*codes_called(tuple(kinds), code, but=frozenset({"forward"}))]
 
 
 def names_in_hooks(root: nn.Module, *kinds: type[nn.Module]) -> frozenset[str]:

@@ -160,7 +160,7 @@ class KeepsAList(Layers):
 
 class HasAMemory(Layers):
     def begin(self) -> None:
-        self.memory = torch.zeros(4, 12)
+        self.memory = torch.zeros(16, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -228,6 +228,19 @@ def module_with(kind: type[Layers]) -> type[WithLayers]:
     return type(f"With{kind.__name__}", (WithLayers,), {"kind": kind})
 
 
+class Compiled(Layers):
+    """``torch.compile`` gives a module that has its attributes from another one."""
+
+    def begin(self) -> None:
+        for index in (1, 2):
+            self.layers[index] = torch.compile(self.layers[index], backend="eager")  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Fades(Layers):
     """A part that fades in: the branch is for some values only of a number that is an input of the trace."""
 
@@ -255,7 +268,7 @@ def kept(trainer: Any, module: Any, folder: Path) -> Any:
 
 RUNS = {
     kind.__name__: Run(module=module_with(kind), look=kept, strategy={"num_microbatches": 1}, calls=("fit", "validate"))
-    for kind in _KINDS
+    for kind in (*_KINDS, Compiled)
 } | {"fades in": Run(module=FadesIn, strategy={"num_microbatches": 1})}
 
 
