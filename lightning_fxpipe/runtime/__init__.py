@@ -15,6 +15,7 @@ Through the stages
     - ``batch_passes``: the passes of the running batch.
     - ``stage_changes``: what a stage's forward changes by itself.
     - ``late_exchanges``: what a stage begins to leave for others.
+    - ``left_state``: what stages' modules leave on themselves for hooks, which run on every rank.
     - ``joined_results``: what the last stage gives for the microbatches, put together as it comes.
     - ``region_pass``: forward, then backward, as one operation of autograd (GPipe). Both schedules check
       here what a stage is about to send: the next one receives into buffers of fixed shapes.

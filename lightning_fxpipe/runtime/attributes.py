@@ -25,15 +25,13 @@ from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, is_in_memory,
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.errors import UnsupportedError, text_of
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.runtime.submodule_values import SubmoduleValues, places_named
-from lightning_fxpipe.user_code.changing_code import may_change_inside
+from lightning_fxpipe.runtime.submodule_values import SubmoduleValues
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path, kind_of_step, name_of
 from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
 from lightning_fxpipe.user_code.step import Step, StepKind
-from lightning_fxpipe.user_code.step_code import codes_of_step
 
 # torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's, and
 # recurrent layers keep a second list of their weights.
@@ -202,9 +200,7 @@ class AttributesOfSteps:
             self._buffers = (members.buffers, common, staged)
         modules, inside = self._inside.get(step.kind, (None, None))
         if inside is None or modules is not members.modules:
-            codes = codes_of_step(self._module, step.function)
-            places = places_named(self._module, members, step.function)
-            inside = SubmoduleValues(self._module, places, partial(may_change_inside, codes=codes))
+            inside = SubmoduleValues.of_step(self._module, members, step.function)
             self._inside[step.kind] = members.modules, inside
         function, state = step.function, self._state
         found = StepAttributes(self._module, members, common, function, staged=staged, known=state, inside=inside)

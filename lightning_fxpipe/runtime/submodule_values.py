@@ -16,6 +16,7 @@ step's own code (``Span.transparent``) runs on after that, and what a recorded f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,18 +24,12 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.torch import FakeTensor, is_in_memory, tree_leaves, version_of
 from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.tracing.guards import TORCHS_OWN
+from lightning_fxpipe.user_code.changing_code import may_change_inside
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.paths import Difference, Path
 from lightning_fxpipe.user_code.snapshot import Snapshot
-from lightning_fxpipe.user_code.step_code import names_in_step
-
-
-def places_named(root: nn.Module, members: Members, function: Callable[..., Any]) -> Mapping[str, Collection[str]]:
-    """Returns the attributes of submodules that a step's code names, by the modules' paths."""
-    named = names_in_step(root, function) - TORCHS_OWN
-    modules = {path: module for path, module in members.modules.items() if path and not isinstance(module, METRICS)}
-    return {path: names for path, module in modules.items() if (names := named & vars(module).keys())}
+from lightning_fxpipe.user_code.step_code import codes_of_step
 
 
 class SubmoduleValues:
@@ -64,6 +59,15 @@ class SubmoduleValues:
         self._inside: Snapshot | None = None
         self._set_here: Snapshot | None = None
         self.take()
+
+    @classmethod
+    def of_step(cls, root: nn.Module, members: Members, function: Callable[..., Any]) -> SubmoduleValues:
+        """Returns those that a step's code names."""
+        codes = codes_of_step(root, function)
+        named = {name for code in codes for name in code.co_names} - TORCHS_OWN
+        modules = {path: module for path, module in members.modules.items() if path and not isinstance(module, METRICS)}
+        names = {path: found for path, module in modules.items() if (found := named & vars(module).keys())}
+        return cls(root, names, partial(may_change_inside, codes=codes))
 
     def take(self, set_here: Collection[str] = ()) -> None:
         """Takes the values of now; ``set_here`` are the paths of modules whose attributes only this rank sets after that."""

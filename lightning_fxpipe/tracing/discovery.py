@@ -189,8 +189,7 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
     """Of the tensors that the step has left on modules those that a second run does not set again, by path and attribute."""
     if not (left := {(path, attribute) for call in discovery.calls for path, attribute, _ in call.sides}):
         return left
-    with discovery.pause():
-        before, first = {path: OwnAttributes(module) for path, module in root.named_modules()}, Snapshot({"self": root})
+    before, first = {path: OwnAttributes(module) for path, module in root.named_modules()}, Snapshot({"self": root})
     discovery.called.clear()
     discovery.is_second_run = True
     try:

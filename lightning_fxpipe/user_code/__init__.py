@@ -18,6 +18,7 @@ Other values in a module's place
 
 What code says of itself
     - ``step``: a call of one of the module's steps by Lightning. ``step_code``: what its code may do.
+    - ``changing_code``: which attributes code may change, by its names.
     - ``bytecode``, ``code_names``: the instructions, and the global names in them.
     - ``frames``: where in the user's code something happened.
     - ``calls``: watches the calls of modules and functions from outside.

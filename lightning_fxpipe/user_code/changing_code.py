@@ -38,9 +38,11 @@ def may_change_inside(name: str, value: Any, codes: Collection[CodeType]) -> boo
         return False
     kind: Any = type(value)
     own = codes_of_class(kind)
-    names = vars(value).keys() if hasattr(value, "__dict__") else set()
-    if assigned_by([*codes, *own]) & names:
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    if assigned_by([*codes, *own]) & attributes.keys():
         return True
+    if is_users(kind) and not any(kinds_of(held) or isinstance(held, Tensor) for held in attributes.values()):
+        return False
     return any(changes_containers(code) or _writes(code) for code in (*using, *own))
 
 

@@ -37,10 +37,24 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/submodule_values.py",
-        "for name in named & vars(module).keys()",
-        "for name in ()",
+        "(found := named & vars(module).keys())",
+        "(found := set())",
         ("runtime/test_submodule_values.py::test_what_methods_that_the_step_names_set_and_what_is_in_containers",),
         "what a step sets on submodules is on one rank only",
+    ),
+    Mutant(
+        "runtime/left_state.py",
+        "(assigned_by(codes) & readers | held)",
+        "(assigned_by(codes) & readers)",
+        ("runtime/test_left_state.py::test_what_code_changes_and_others_name",),
+        "hooks log what a block of another stage keeps in a dict as it was at the beginning",
+    ),
+    Mutant(
+        "user_code/bytecode.py",
+        "if operation.name in _LOADS and not is_cleared:",
+        "if operation.name in _LOADS:",
+        ("runtime/test_left_state.py::test_hooks_read_what_they_and_the_methods_they_call_load",),
+        "a hook that only empties a list is refused",
     ),
     Mutant(
         "distributed/decisions.py",

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe import UnsupportedError
+from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
 from lightning_fxpipe.microbatch.split import Pass, plan_passes
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.runtime.late_exchanges import LateExchanges
+from lightning_fxpipe.runtime.left_state import LeftState
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, RegionPass, StageRun
 from lightning_fxpipe.schedules.executor import Compute
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, Action, Kind
 from lightning_fxpipe.stages.build import Stage, TensorSpec
 
 CPU = torch.device("cpu")
+ALONE = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=1), device=CPU)
 WIDTH = 3
 
 
@@ -88,6 +91,8 @@ def setup_of(
         device=CPU,
         norms=DeferredNorms(()),
         late_exchanges=LateExchanges(nn.Module(), (), ()),
+        left=LeftState(nn.Module(), ALONE, frozenset(), print),
+        carried=frozenset(),
     )
 
 

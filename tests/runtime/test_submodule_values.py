@@ -44,7 +44,7 @@ class Module(nn.Module):
 
 
 def differences(module: Module, change: Any) -> dict[str, Any]:
-    values = SubmoduleValues(module, Members(module), module.training_step)
+    values = SubmoduleValues.of_step(module, Members(module), module.training_step)
     change()
     return {
         ".".join(str(key) for _, key in each.path[2:]) + (f"[{each.start}:]" if each.start else ""): each.value
@@ -81,7 +81,7 @@ def test_what_a_forward_keeps_and_metrics_count_is_no_affair_of_the_step() -> No
 
 def test_what_a_forward_that_is_step_code_sets_after_the_region_and_nothing_else_of_it() -> None:
     module = Module()
-    values = SubmoduleValues(module, Members(module), module.training_step)
+    values = SubmoduleValues.of_step(module, Members(module), module.training_step)
     values.take(("", "block"))
     module.block.rescale(4.0)
     module.block.hidden = [torch.ones(2, device="meta")]  # of another stage
