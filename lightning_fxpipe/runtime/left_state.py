@@ -36,7 +36,7 @@ from lightning_fxpipe.user_code.kinds import is_users, kinds_of
 from lightning_fxpipe.user_code.paths import Difference, Path
 from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step import StepKind
-from lightning_fxpipe.user_code.step_code import code_of, names_in_hooks, names_in_step
+from lightning_fxpipe.user_code.step_code import code_of, codes_called, names_in_hooks, names_in_step
 
 
 class LeftState:
@@ -191,11 +191,14 @@ def places_left(root: nn.Module, readers: frozenset[str]) -> Mapping[str, frozen
         readers: Names in the other code.
     """
     found = {}
+    kinds = {type(module) for module in root.modules() if is_users(type(module))}
+    forwards = filter(None, (code_of(kind.forward) for kind in kinds))
+    running = {code for forward in forwards for code in codes_called(tuple(kinds), forward)}
     for path, module in root.named_modules():
         if not path or isinstance(module, METRICS) or not (is_users(type(module)) or hooks_of(module)):
             continue
         kind: Any = type(module)
-        codes = [*codes_of_class(kind), *filter(None, map(code_of, hooks_of(module)))]
+        codes = [*running.intersection(codes_of_class(kind)), *filter(None, map(code_of, hooks_of(module)))]
         held = {name for name in readers & vars(module).keys() if may_change_inside(name, vars(module)[name], codes)}
         if names := (assigned_by(codes) & readers | held) - TORCHS_OWN:
             found[path] = frozenset(names)

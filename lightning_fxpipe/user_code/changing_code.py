@@ -37,12 +37,14 @@ def may_change_inside(name: str, value: Any, codes: Collection[CodeType]) -> boo
     if not kinds_of(value):
         return False
     kind: Any = type(value)
-    own = codes_of_class(kind)
+    named = frozenset(each for code in using for each in _names(code)[1])
+    own = [code for code in codes_of_class(kind) if code.co_name in named]
     attributes = vars(value) if hasattr(value, "__dict__") else {}
     if assigned_by([*codes, *own]) & attributes.keys():
         return True
-    if is_users(kind) and not any(kinds_of(held) or isinstance(held, Tensor) for held in attributes.values()):
-        return False
+    if is_users(kind):  # what changes in it are the lists, dicts and tensors that it has
+        held = {name for name, each in attributes.items() if kinds_of(each) or isinstance(each, Tensor)}
+        using = [code for code in using if _names(code)[1] & held] if held else []
     return any(changes_containers(code) or _writes(code) for code in (*using, *own))
 
 
