@@ -55,7 +55,7 @@ class LeftState:
         self._values, self._since_first = (
             SubmoduleValues(root, places, lambda name, value: bool(kinds_of(value))) if places else None for _ in range(2)
         )
-        self._is_taken = self._is_cut = False
+        self._is_taken = self._has_first = self._is_cut = False
         self._carried: frozenset[Path] = frozenset()
         self._is_needed: bool | None = None
         self._unsent: set[str] = set()
@@ -79,14 +79,16 @@ class LeftState:
         """The first microbatch of several has gone through a stage."""
         if self._since_first is not None:
             self._since_first.take()
+            self._has_first = True
 
     def obstacle(self) -> str | None:
         """Why batches must not be cut: what a stage has left in this call is not what it would leave on one device."""
-        counts = () if self._since_first is None else (each.path for each in self._since_first.differences())
-        place = next((each for each in chain(self._tensors(), counts) if each not in self._carried), None)
-        return (
-            None if place is None else f"the model's forward sets {written_place(place)} anew with each call, which hooks read"
-        )
+        tensors = self._tensors(each for each, _ in self._differences())
+        counts = self._since_first.differences() if self._since_first is not None and self._has_first else iter(())
+        place = next(chain(tensors, (each.path for each in counts if each.path not in self._carried)), None)
+        if place is None:
+            return None
+        return f"the model's forward sets {written_place(place)} anew with each call, which hooks read"
 
     def share(self, sent: Iterable[Change] = ()) -> None:
         """The region's call is over: every rank gets what the others have left. Called by every rank.
@@ -106,9 +108,10 @@ class LeftState:
             return
         known = {change.path for change in sent}
         left = [(each, is_in_place) for each, is_in_place in self._differences() if each.path not in known]
-        of_microbatch = next(map(written_place, self._tensors()), None) if self._is_cut else None
-        self._is_taken = False
+        tensors = self._tensors(each for each, _ in left) if self._is_cut else iter(())
+        of_microbatch = next(map(written_place, tensors), None)
         changes, unsent = self._changes(left)
+        self._forget()
         every = gather_values(self._topology.control_group, (changes, unsent, of_microbatch))
         self._check([each for *_, each in every])
         if news := {name for _, names, _ in every for name in names} - self._unsent:
@@ -124,6 +127,12 @@ class LeftState:
                     raise _two_ranks(written_place(other.path))
         own = {change.path for change in changes}
         take_over(self._root, [each for path, each in found.items() if path not in own], self._topology.device)
+
+    def _forget(self) -> None:
+        self._is_taken = self._has_first = False
+        for values in (self._values, self._since_first):
+            if values is not None:
+                values.forget()
 
     def _tell_of_hooks(self) -> None:
         """Warns of what forward hooks have left outside of modules, where it is not the same on all ranks."""
@@ -146,10 +155,9 @@ class LeftState:
         assigned = (each for each in self._values.differences() if each.path not in others and not stands_for_data(each.value))
         return [*((each, False) for each in assigned), *((each, True) for each in self._values.written(()))]
 
-    def _tensors(self) -> Iterator[Path]:
-        """Yields the places of tensors that differ, but for results of the region."""
-        places = (each.path for each, _ in self._differences() if not is_plain_value(each.value))
-        return (place for place in places if place not in self._carried)
+    def _tensors(self, differences: Iterable[Difference]) -> Iterator[Path]:
+        """Yields the places among differences that have tensors, but for results of the region."""
+        return (each.path for each in differences if each.path not in self._carried and not is_plain_value(each.value))
 
     def _changes(self, left: Iterable[tuple[Difference, bool]]) -> tuple[list[Change], list[str]]:
         """Returns differences as they are sent, and the names of those that cannot be."""

@@ -80,6 +80,11 @@ class SubmoduleValues:
         holders = {str(index): value for index, (name, value) in named if self._is_holder(name, value)}
         self._inside = Snapshot(holders, enters_modules=False) if holders else None
 
+    def forget(self) -> None:
+        """Lets go of the values that were taken, which may be large."""
+        self._before, self._versions = [ABSENT] * len(self._places), [-1] * len(self._places)
+        self._inside = self._set_here = None
+
     def _is_holder(self, name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
             return False
