@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.autograd import has_gradient_hooks
 from lightning_fxpipe.distributed.agreement import gather_values
@@ -46,6 +47,7 @@ from lightning_fxpipe.schedules.executor import Channels, Executor, PassRecordin
 from lightning_fxpipe.schedules.program import BOTH_WAYS, Edge, program_of
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, ActionTable, Kind
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
+from lightning_fxpipe.tracing.repeat import has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.paths import Path
@@ -224,9 +226,7 @@ class PassSetups:
                     return found
                 divided = found
             self._tell(trace, divided)
-        whole = self._whole.get(
-            trace, lambda: self._stages(trace.kind, follow_plan_with_tail(self._plan, trace.traced, ()), None)
-        )
+        whole = self._whole.get(trace, lambda: self._stages(trace.kind, self._undivided(trace.traced), None))
         return self._setup(trace.traced, whole, plan_passes(num_samples, 1), sizes, training)
 
     def _tell(self, trace: StageTrace, reason: str) -> None:
@@ -246,6 +246,14 @@ class PassSetups:
                 f"The schedule table {self._schedule.name} is for {wanted} microbatches. A batch split into {found} runs in "
                 "GPipe order instead."
             )
+
+    def _undivided(self, traced: TracedRegion) -> Assignment:
+        """The stages for the whole batch. What has sizes that depend on values crosses no cut: it runs after the last stage."""
+        values = [node.meta.get("val") for node in traced.graph.nodes]
+        if not self._everywhere and not all(has_known_size(value) for value in values if isinstance(value, Tensor)):
+            with suppress(NotDivisible, PartitionError):
+                return follow_plan_with_tail(self._plan, traced, divide(traced).tail)
+        return follow_plan_with_tail(self._plan, traced, ())
 
     def _divide(self, trace: StageTrace) -> _Stages | str:
         """The stages for microbatches, or why there are none."""

@@ -134,7 +134,7 @@ def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tupl
     """What crosses a boundary for given values of the symbols."""
     return tuple(
         TensorSpec(
-            shape=tuple(concrete_size(size, sizes) for size in node.meta["val"].shape),
+            shape=tuple(concrete_size(size, sizes, node.meta.get("source")) for size in node.meta["val"].shape),
             dtype=node.meta["val"].dtype,
             requires_grad=node.meta["val"].requires_grad,
             memory_order=_memory_order(node.meta["val"], sizes),
@@ -159,13 +159,22 @@ def _memory_order(tensor: Tensor, sizes: Mapping[Any, int]) -> tuple[int, ...] |
     return None if found == tuple(range(len(strides))) else found
 
 
-def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
-    """A possibly symbolic size as a number. Raises :class:`UnsupportedError` where that depends on values."""
+def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int], source: str | None = None) -> int:
+    """A possibly symbolic size as a number.
+
+    Args:
+        size: The size.
+        sizes: Values of the symbols.
+        source: Where the tensor is made; by default where user code runs.
+
+    Raises:
+        UnsupportedError: It depends on values.
+    """
     number = _number(size, sizes)
     if number is None:
         raise UnsupportedError(
             "The size of a tensor that other ranks need depends on values of the batch.",
-            where=user_source(),
+            where=source or user_source(),
             observed="a size such as that of unique(), nonzero() or indexing with a mask",
             expected="sizes determined by the shapes of the batch",
             todo="Compute the tensor before the first call of the model, after the last, or inside a module's forward.",

@@ -37,6 +37,7 @@ from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
+from lightning_fxpipe.tracing.repeat import has_known_size
 from lightning_fxpipe.tracing.signals import HiddenTensor, Learned, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name
 from lightning_fxpipe.tracing.state_reads import check_values_read
@@ -451,8 +452,7 @@ class _Discovery(SpanRecorder):
     def wanted_of_call(self, number: int) -> tuple[bool, ...] | None:
         """For each result of a call whether later code uses it; None where that is not known, or it uses none."""
         (call,) = (call for call in self.calls if call.number == number)
-        used = self._used_after(number)
-        if used is None:
+        if (used := self._used_after(number)) is None:
             return None
         wanted = tuple(key in used or key.call != number for key in call.keys)
         return wanted if any(wanted) else None
@@ -474,11 +474,11 @@ class _Discovery(SpanRecorder):
         calls = [call for call in self.calls if first <= call.number <= last and not call.is_aside]
         sides = {call.number: [side for side in call.sides if side[:2] not in self.caches] for call in calls}
         made = [key for call in calls for key in (*call.keys, *(key for *_, key in sides[call.number])) if key.call >= first]
-        used = self._used_after(last)
-        if used is None:
+        if (used := self._used_after(last)) is None:
             return tuple(dict.fromkeys(made))
-        # Nobody else would set them.
+        # Nobody else would set them; and for others that are not wanted a tensor of the same size stands.
         used |= {key for call in calls for path, _, key in sides[call.number] if path == call.name}
+        used |= {key for key in made if key in self.tensors and not has_known_size(self.tensors[key])}
         return tuple(dict.fromkeys(key for key in made if key in used))
 
 

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.torch import (
     FakeTensor,
     FakeWorld,
+    depends_on_data,
     forget_fakes,
     size_hint,
     symbolic_expression,
     tracing_friendly_torch,
 )
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.reporting.wording import without_symbols
 from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
@@ -37,8 +39,19 @@ from lightning_fxpipe.user_code.silence import silencing
 
 
 def symbol_values(fakes: Iterable[Tensor]) -> dict[Any, int]:
-    """The example's value of every expression that is a size of the inputs and no number."""
+    """The example's value of every expression that is a size of the inputs and no number.
+
+    Raises:
+        UnsupportedError: The size of an input depends on values.
+    """
     sizes = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
+    if any(map(depends_on_data, sizes)):
+        raise UnsupportedError(
+            "The model is called with a tensor whose size depends on values of the batch.",
+            observed="a tensor that the step makes by nonzero(), unique() or an index, before it calls the model",
+            expected="sizes determined by the shapes of the batch",
+            todo="Choose with a mask of the batch's size (hidden[labels > 0]), or where the batch is made.",
+        )
     return {symbolic_expression(size): size_hint(size) for size in sizes}
 
 
