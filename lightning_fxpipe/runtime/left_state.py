@@ -123,8 +123,8 @@ class LeftState:
         found: dict[Path, Change] = {}
         for theirs, *_ in every:
             for change in theirs:
-                if (other := found.setdefault(change.path, change)) != change:
-                    raise _two_ranks(written_place(other.path))
+                if found.setdefault(change.path, change) is not change:
+                    raise _two_ranks(written_place(change.path))
         own = {change.path for change in changes}
         take_over(self._root, [each for path, each in found.items() if path not in own], self._topology.device)
 
@@ -222,7 +222,7 @@ def _reached_by_hooks(root: nn.Module) -> Mapping[str, Any]:
 def _two_ranks(place: str) -> UnsupportedError:
     return UnsupportedError(
         f"Modules of several stages change the same object: {place}.",
-        observed="other values on other ranks, in a place that hooks read",
+        observed="changes on several ranks, in a place that hooks read",
         expected="a place that modules of a single stage change",
         todo="Give each module an object of its own, or return the value from the model's forward.",
     )

@@ -13,9 +13,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe import FxPipeError, FxPipeStrategy
+from lightning_fxpipe import FxPipeError, FxPipeStrategy, UnsupportedError
+from lightning_fxpipe.distributed.topology import make_topology
+from lightning_fxpipe.runtime.left_state import LeftState
 from tests.lit import make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, Run, compare, go
@@ -267,14 +270,39 @@ class OnlyEmpties(Collects):
         self.means.clear()
 
 
+_TOTALS = {"calls": 0}
+
+
+class Totals(Block):
+    """All blocks have the same dict."""
+
+    def begin(self) -> None:
+        self.totals = _TOTALS
+
+    def leave(self, h: Tensor) -> None:
+        self.totals["calls"] += 1
+
+    def read(self) -> Any:
+        return float(self.totals["calls"])
+
+
+_HOOKED: dict[str, tuple[type[L.Callback], type[Block] | None]] = {
+    "a callback": (Logs, None),
+    "emptied": (OnlyEmpties, None),
+    "shared": (Watches, Totals),
+}
+
+
 def hooked(name: str, folder: str) -> str:
     """The message that ends a run, or the warnings of one that ends well."""
-    callback = {"a callback": Logs, "emptied": OnlyEmpties}[name]()
+    callback_kind, kind = _HOOKED[name]
+    callback = callback_kind()
+    module = Net() if kind is None else type("Keeping", (Keeps,), {"kind": kind})()
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "default_root_dir": folder}
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            make_trainer(devices=2, strategy=FxPipeStrategy(num_microbatches=2), callbacks=[callback], **options).fit(Net())
+            make_trainer(devices=2, strategy=FxPipeStrategy(num_microbatches=2), callbacks=[callback], **options).fit(module)
     except FxPipeError as error:
         return str(error)
     return "".join(str(each.message) for each in told)
@@ -292,3 +320,33 @@ def test_what_forward_hooks_leave_elsewhere_is_refused_where_hooks_read_it(
             assert "Store it as an attribute of the module that computes it" in message
     finally:
         pool.kill()
+
+
+def test_what_two_ranks_leave_in_one_place_is_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    pool = ranks(2)
+    try:
+        for message in pool.run(hooked, "shared", str(tmp_path)):
+            assert "Modules of several stages change the same object: self.backbone.0.totals['calls']" in message
+    finally:
+        pool.kill()
+
+
+def left_late() -> str:
+    """What is said of a tensor that a block begins to leave when its batches are split already."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    topology = make_topology(torch.device("cpu"))
+    root = nn.Sequential(Entry(), Entry())
+    state = LeftState(root, topology, frozenset({"by_name"}), print)
+    state.begin_stage(is_cut=True, carried=frozenset())
+    root[topology.rank](torch.zeros(2, 12))
+    try:
+        state.share()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tensor_of_a_microbatch_is_refused(ranks: Callable[[int], RankPool]) -> None:
+    for message in ranks(2).run(left_late):
+        assert "A module leaves a tensor of a single microbatch, which hooks read: self." in message
