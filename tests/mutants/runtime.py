@@ -57,6 +57,13 @@ MUTANTS = [
         "a hook that only empties a list is refused",
     ),
     Mutant(
+        _SETUP,
+        "return follow_plan_with_tail(self._plan, traced, divide(traced).tail)",
+        "pass",
+        ("ranks/test_masked_rows.py::test_a_head_on_some_rows_is_that_of_one_device",),
+        "a head on masked rows is refused where the batch is one microbatch",
+    ),
+    Mutant(
         "distributed/decisions.py",
         "has_passed = is_asked and self._recorded != self._batch",
         "has_passed = False",
