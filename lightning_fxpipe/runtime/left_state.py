@@ -40,7 +40,7 @@ from lightning_fxpipe.user_code.step_code import code_of, codes_called, names_in
 
 
 class LeftState:
-    """What this rank's stages leave in the running call of the region. Made by every rank of the pipeline.
+    """Sends what this rank's stages leave in the running call of the region. Made by every rank of the pipeline.
 
     Args:
         root: The LightningModule.

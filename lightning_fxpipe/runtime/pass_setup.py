@@ -131,7 +131,7 @@ class PassSetups:
 
     @property
     def left(self) -> LeftState:
-        """What the stages leave for code that every rank runs."""
+        """Sends what the stages leave for code that every rank runs; made when it is first needed."""
         if self._left is None:
             self._left = LeftState(self._root, self._topology, read_by_all(self._root, self._everywhere), self._log.warn)
         return self._left

@@ -151,7 +151,7 @@ def locals_up_to(code: CodeType) -> list[Any]:
     """The values of the local variables of user code that runs now, up to and with the function with this code.
 
     Returns:
-        The values; none where the function does not run: what its callers' callers hold is nobody's to search.
+        The values; none where the function does not run, as other frames hold objects that have nothing to do with it.
     """
     found: list[Any] = []
     frame = sys._getframe(1)

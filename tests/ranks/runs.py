@@ -72,6 +72,22 @@ class Net(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+class NetWithLoss(Net):
+    """Trains and validates by a loss of the batch, which subclasses compute in their own way."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """Returns the loss of a batch."""
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
 def nothing_else(trainer: L.Trainer, module: Any, folder: Path) -> None:
     """Losses, weights, metrics and counters are all."""
 

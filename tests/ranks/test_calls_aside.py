@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks.pool import RankPool
-from tests.ranks.runs import Net, Run, compare, go
+from tests.ranks.runs import NetWithLoss, Run, compare, go
 
 Ranks = Callable[[int], RankPool]
 
 
-class Between(Net):
+class Between(NetWithLoss):
     """Both steps call two parts of the model, and :meth:`change` something between the calls."""
 
     def __init__(self) -> None:
@@ -34,14 +34,6 @@ class Between(Net):
         h = self.backbone(batch[0])
         self.change(h.detach())
         return nn.functional.cross_entropy(self.head(h), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
 
 
 class Histogram(Between):

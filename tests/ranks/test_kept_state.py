@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks.pool import RankPool
-from tests.ranks.runs import Net, Run, compare, go
+from tests.ranks.runs import NetWithLoss, Run, compare, go
 
 
 class Reversible(nn.Module):
@@ -38,7 +38,7 @@ class Forecaster(nn.Module):
         return self.reversible(self.layers(self.reversible(x, "norm")), "denorm")
 
 
-class OneCall(Net):
+class OneCall(NetWithLoss):
     def __init__(self) -> None:
         super().__init__()
         del self.backbone, self.head
@@ -49,14 +49,6 @@ class OneCall(Net):
 
     def loss(self, batch: Any) -> Tensor:
         return (self(batch[0]) - batch[0].roll(1, 1)).square().mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
 
 
 class CallsOfTheStep(OneCall):

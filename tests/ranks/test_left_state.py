@@ -1,4 +1,4 @@
-"""What modules leave on themselves while the stages run is what hooks read on every rank; what they leave elsewhere is refused.
+"""Hooks of every rank read values that modules leave on themselves while the stages run; values left elsewhere are refused.
 
 A hook runs on every rank, and a block on the rank of its stage only.
 """
@@ -42,7 +42,7 @@ class Block(nn.Module):
         """Leaves something of a call."""
 
     def read(self) -> Any:
-        """What hooks log of it."""
+        """Returns the value that hooks log."""
 
 
 class Number(Block):
@@ -200,7 +200,7 @@ class Scaled(Block):
 
 
 class StepSets(Net):
-    """What the step sets after the call, in objects of blocks of all stages, is there in the next step."""
+    """The step sets numbers after the call, in objects of blocks of all stages, for the next step."""
 
     shuffle = False
 
@@ -332,7 +332,7 @@ def test_what_two_ranks_leave_in_one_place_is_refused(ranks: Callable[[int], Ran
 
 
 def left_late() -> str:
-    """What is said of a tensor that a block begins to leave when its batches are split already."""
+    """Returns the message about a tensor that a block begins to leave when its batches are split already."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     topology = make_topology(torch.device("cpu"))

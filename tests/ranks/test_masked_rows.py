@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lightning_fxpipe import FxPipeStrategy, UnsupportedError
 from tests.lit import make_trainer
 from tests.ranks.pool import RankPool
-from tests.ranks.runs import Net, Run, compare, go
+from tests.ranks.runs import NetWithLoss, Run, compare, go
 
 
-class Masked(Net):
+class Masked(NetWithLoss):
     def chosen(self, labels: Tensor) -> Tensor:
         return labels > 1
 
@@ -28,14 +28,6 @@ class Masked(Net):
         scores = self.head(hidden[rows])
         self.log("num_rows", float(scores.shape[0]))
         return nn.functional.cross_entropy(scores, batch[1][rows])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
 
 
 class ByNumber(Masked):
@@ -49,18 +41,15 @@ class ChosenBefore(ByNumber):
         return nn.functional.cross_entropy(self.head(self.backbone(batch[0])[rows]), batch[1][rows])
 
 
-class InForward(Net):
+class InForward(NetWithLoss):
     """The size is known inside the model only, which returns a loss."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         rows = labels > 1
         return nn.functional.cross_entropy(self.head(self.backbone(x)[rows]), labels[rows])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         return self(*batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self(*batch))
 
 
 RUNS = {

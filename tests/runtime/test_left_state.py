@@ -39,7 +39,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
-        self.other += 1  # which nobody reads
+        self.other += 1  # not among the names that are read
         self.seen = x
         self.table["calls"] = self.count
         self.meter.update(1.0)
