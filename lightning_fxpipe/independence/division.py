@@ -69,6 +69,18 @@ def divide(traced: TracedRegion) -> Division:
     return Division(symbol=rows.symbol, unit=unit, input_dims=dims, tail=tail, batch_rows=rows)
 
 
+def calls_of_unknown_size(traced: TracedRegion) -> frozenset[fx.Node]:
+    """Returns the calls whose results have sizes that depend on values, and all that follow from them."""
+    found: set[fx.Node] = set()
+    groups, _ = group_calls(traced.graph)
+    for group in groups:
+        values = (node.meta.get("val") for node in group)
+        follows = any(operand in found for node in group for operand in node.all_input_nodes)
+        if follows or not all(has_known_size(value) for value in values if isinstance(value, Tensor)):
+            found.update(group)
+    return frozenset(found)
+
+
 def joined_dim(node: fx.Node, division: Division) -> int | None:
     """The dimension along which a node's results for microbatches are joined; None: each microbatch has the same.
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lightning_fxpipe._compat.autograd import has_gradient_hooks
 from lightning_fxpipe.distributed.agreement import gather_values
@@ -19,6 +19,7 @@ from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.independence.division import (
     Division,
     NotDivisible,
+    calls_of_unknown_size,
     divide,
     fixed_nodes,
     has_several_entries,
@@ -47,7 +48,6 @@ from lightning_fxpipe.schedules.executor import Channels, Executor, PassRecordin
 from lightning_fxpipe.schedules.program import BOTH_WAYS, Edge, program_of
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, ActionTable, Kind
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
-from lightning_fxpipe.tracing.repeat import has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.paths import Path
@@ -249,10 +249,9 @@ class PassSetups:
 
     def _undivided(self, traced: TracedRegion) -> Assignment:
         """The stages for the whole batch. What has sizes that depend on values crosses no cut: it runs after the last stage."""
-        values = [node.meta.get("val") for node in traced.graph.nodes]
-        if not self._everywhere and not all(has_known_size(value) for value in values if isinstance(value, Tensor)):
-            with suppress(NotDivisible, PartitionError):
-                return follow_plan_with_tail(self._plan, traced, divide(traced).tail)
+        if not self._everywhere:
+            with suppress(PartitionError):
+                return follow_plan_with_tail(self._plan, traced, calls_of_unknown_size(traced))
         return follow_plan_with_tail(self._plan, traced, ())
 
     def _divide(self, trace: StageTrace) -> _Stages | str:

@@ -30,6 +30,13 @@ class Masked(NetWithLoss):
         return nn.functional.cross_entropy(scores, batch[1][rows])
 
 
+class LastOfOne(Masked):
+    """The last batch is a single sample, of whose size nothing is symbolic."""
+
+    def train_dataloader(self) -> Any:
+        return self._loader(33)
+
+
 class ByNumber(Masked):
     def chosen(self, labels: Tensor) -> Tensor:
         return (labels > 1).nonzero().squeeze(1)
@@ -55,7 +62,7 @@ class InForward(NetWithLoss):
 RUNS = {
     f"{kind.__name__}{count}": Run(module=kind, strategy={"num_microbatches": count}, options={"max_epochs": 1})
     for count in (1, 2)
-    for kind in (Masked, ByNumber, InForward)
+    for kind in (Masked, LastOfOne, ByNumber, InForward)
 }
 
 
