@@ -109,9 +109,10 @@ def test_data_that_differs_between_ranks_is_refused(ranks: Ranks) -> None:
 
 
 def unseeded_fit(options: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
-    """Trains from what nobody seeded; or from a seed."""
+    """Trains from a generator that is in another state on each rank, as if nobody had seeded it; or from a seed."""
     module, recorder = NoisyStep("mlp"), Recorder()
-    seed = torch.seed() if seed is None else torch.manual_seed(seed).initial_seed()  # after the model, which seeds itself
+    seed = 70 + int(os.environ["RANK"]) if seed is None else seed
+    torch.manual_seed(seed)  # after the model, which seeds itself
     trainer = make_trainer(max_epochs=2, callbacks=[recorder], num_sanity_val_steps=1, **options)
     trainer.fit(module, make_loader("mlp", shuffle=True), make_loader("mlp"))
     return {"seed": seed, "losses": recorder.losses, "state": snapshot(module), "rng": torch.get_rng_state()}

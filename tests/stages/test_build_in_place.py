@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fxpipe import UnsupportedError
 from lightning_fxpipe.planner.assignment import Assignment
+from lightning_fxpipe.stages.build import boundary_specs
 from tests.staging import (
     WIDTH,
     Counter,
@@ -160,6 +162,18 @@ def test_size_that_depends_on_data_is_used_where_it_is_known() -> None:
     for site in chain.sites[:-1]:
         if site.obstacle is None:
             assert_stages_equal_whole(Assignment(chain=chain, cuts=(site.position,)), batch())
+
+
+def test_tensor_of_a_size_that_depends_on_data_has_no_buffer_to_be_received_into() -> None:
+    def run(m: Layers, x: Tensor) -> Tensor:
+        h = m.a(x)
+        return m.b(h[h[:, 0] > 0])
+
+    traced = chain_of(Layers(run), batch()).traced
+    sizes = traced.bind_sizes((tuple(batch().shape),))
+    chosen = next(node for node in traced.graph.nodes if node.name == "b").all_input_nodes[0]
+    with pytest.raises(UnsupportedError, match="The size of a tensor that other ranks need depends on values of the batch"):
+        boundary_specs((chosen,), sizes)
 
 
 @pytest.mark.parametrize("opened", [(), None], ids=["whole", "opened"])
