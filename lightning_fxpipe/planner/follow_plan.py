@@ -25,13 +25,18 @@ from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 
 
 def trace_for_plan(
-    root: nn.Module, call: Recordable, plan: PartitionPlan, *, device: torch.device | None = None
+    root: nn.Module,
+    call: Recordable,
+    plan: PartitionPlan,
+    *,
+    device: torch.device | None = None,
+    earlier: TracedRegion | None = None,
 ) -> TracedRegion:
     """Records a call that the plan was not made from, with nodes inside each module that a cut has to fall into.
 
     Arguments and errors as ``trace_region`` of ``tracing.trace``.
     """
-    return trace_region(root, call, opened={*plan.opened, *divided_modules(plan, root)}, device=device)
+    return trace_region(root, call, opened={*plan.opened, *divided_modules(plan, root)}, device=device, earlier=earlier)
 
 
 def divided_modules(plan: PartitionPlan, root: nn.Module) -> set[str]:

@@ -82,7 +82,9 @@ def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Reco
     needed = traced.opened if rule.needs_clock else {*opened_by_a_cut(assignment), *rule.has_to_be_open(root)}
     # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
     unable = traced.kept_whole if set(needed) == set(traced.opened) else ()
-    again = UnitCosts(chain=build_chain(trace(opened={*needed, *unable}, first=traced)), call=call)
+    wanted = {*needed, *unable}
+    is_same = wanted == {*traced.opened, *traced.kept_whole}
+    again = UnitCosts(chain=build_chain(trace(opened=wanted, earlier=traced if is_same else None)), call=call)
     if not rule.needs_clock or len(again.chain.units) != len(costs.chain.units):
         choice = _choose(again, rule)
     assignment = Assignment(chain=again.chain, cuts=choice.cuts)

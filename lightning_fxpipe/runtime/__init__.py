@@ -8,6 +8,7 @@ The step around the region
 
 Through the stages
     - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.
+    - ``number_inputs``: numbers that change while a step trains, as inputs of its traces.
     - ``same_cuts``: that every rank has recorded the same graph.
     - ``stage_edges``: what the stages give each other.
     - ``pass_setup``: what a batch goes through the stages with (stage, number of microbatches, schedule objects), kept for

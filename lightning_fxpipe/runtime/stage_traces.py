@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,12 +24,13 @@ from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.runtime.lru import LruCache
+from lightning_fxpipe.runtime.number_inputs import NumberInputs
 from lightning_fxpipe.runtime.replay import DryRunEnds, Replay
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, Steps, Varying, name_of_guard
-from lightning_fxpipe.tracing.held_numbers import CallArgument, NumberPlace, changed_numbers, failing_numbers
+from lightning_fxpipe.tracing.held_numbers import NumberPlace
 from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
@@ -49,7 +50,6 @@ _logger = logging.getLogger("lightning_fxpipe")
 MAX_TRACES = 32
 
 
-Numbers = tuple[NumberPlace | CallArgument, ...]
 _Cut = tuple[Recordable, Shapes, Assignment, DimGroups]
 
 
@@ -120,8 +120,7 @@ class StageTraces:
         self._hooks_of_plan: list[object] = []
         self.iterators = StepIterators()
         self._changed: dict[str, None] = {}  # names of what is not what it was for traces that would do else
-        # Numbers that have changed; False where a graph needs their values.
-        self._are_inputs: dict[NumberPlace | CallArgument, bool] = {}
+        self._numbers = NumberInputs()
         self._read_before: set[GuardKey] = set()  # by code before the model's call
         self.guard_keys: dict[GuardKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
@@ -172,11 +171,12 @@ class StageTraces:
                 return self._used(known), shapes
         if not has_values:
             raise ValuesNeeded
-        if self._of_plan is not None and self._of_plan.kind is kind:  # something has come to be since
-            self._known.remove(self._of_plan)
-            self._of_plan = None
+        of_plan = self._of_plan
         with self._log.told(f"Tracing the {kind.words}"):
             made, shapes = self._make(kind, partial(self._cut, kind, call, size))
+        if of_plan is not None and of_plan.kind is kind:  # something has come to be since
+            self._known = [known for known in self._known if known is not of_plan]
+            self._of_plan = None
         if made.span is not None:
             self._takes(made, kind, call, shapes)
         return made, shapes
@@ -250,7 +250,7 @@ class StageTraces:
         self._note_prelude(kind, run.facts)
         if replay.other_numbers:
             is_same = False
-            self._are_inputs |= {place: self._are_inputs.get(place, True) for place in replay.other_numbers}
+            self._numbers.note(replay.other_numbers)
             self._changed |= dict.fromkeys(map(str, replay.other_numbers))
         is_same = is_same and not replay.has_set_between and traced.holds_for(traced.numbers.now)
         # A step that skips the model has none.
@@ -331,9 +331,7 @@ class StageTraces:
             return True
         failed = traced.failed_guards()
         self._changed |= dict.fromkeys(map(name_of_guard, failed))
-        for key in failed:
-            for place in changed_numbers(self._root, key, traced.guards[key]):
-                self._are_inputs.setdefault(place, True)
+        self._numbers.note_changed(self._root, traced.guards, failed)
         return False
 
     def _is_staged(self, module: nn.Module) -> bool:
@@ -457,28 +455,17 @@ class StageTraces:
         return assignment, attempt
 
     def _follow_plan(self, region: Recordable) -> Assignment:
-        return follow_plan(self._plan, self._trace(region))
-
-    def _trace(self, region: Recordable) -> TracedRegion:
-        """Records a region, with the numbers that have changed as inputs, where the same calls follow from them."""
         trace = partial(trace_for_plan, self._root, plan=self._plan, device=self._topology.device)
-        plain = trace(region)
+        return follow_plan(self._plan, self._numbers.record(trace, region, self._latest(region)))
 
-        def attempt(numbers: Numbers) -> tuple[TracedRegion, Sequence[NumberPlace | CallArgument]]:
-            """Records the region with these numbers as inputs; returns also those for which it needs one value."""
-            try:
-                traced = trace(replace(region, numbers=numbers))
-            except FxPipeError:
-                _logger.debug("Numbers of %s cannot be inputs of the trace", region.label, exc_info=True)
-                return plain, numbers
-            return traced, traced.constant_numbers() if traced.is_like(plain) else numbers
-
-        while numbers := tuple(place for place, is_input in self._are_inputs.items() if is_input):
-            traced, constant = attempt(numbers)
-            if not constant:
-                return traced
-            self._are_inputs |= dict.fromkeys(failing_numbers(numbers, constant, lambda some: attempt(some)[1]), False)
-        return plain
+    def _latest(self, region: Recordable) -> TracedRegion | None:
+        """Returns the trace used last that has the region's calls and signature."""
+        signature, _ = sign(self._root, region)
+        span = region.span if isinstance(region, StepRegion) else None
+        for known in reversed(self._known):
+            if known.traced.signature == signature and _calls_of(known.span) == _calls_of(span):
+                return known.traced
+        return None
 
     def varying(self) -> Varying:
         """Returns what guards need not compare before a step: numbers that are inputs, and that only the model reads."""
@@ -488,6 +475,10 @@ class StageTraces:
             if isinstance(place, NumberPlace) and place.guard not in self._read_before:
                 found.setdefault(place.guard, set()).add(place.steps)
         return found
+
+
+def _calls_of(span: Span | None) -> tuple[int, int] | None:
+    return None if span is None else (span.first, span.last)
 
 
 def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:

@@ -9,7 +9,7 @@ Finding the region
     - ``recordable``: what can be traced, and when two of them are alike.
 
 Recording it
-    - ``trace``: the entry: a call as a graph, checked.
+    - ``trace``: the entry: a call as a graph, checked; ``confirmation``: by another recording.
     - ``record``, ``recording``, ``graph_writer``, ``recorder_settings``: runs the model's own Python, and writes the graph.
     - ``fake_run``, ``examples``, ``probe``, ``value_looks``: fake tensors, what they stand for, and code that looks at values.
     - ``known_calls``: calls of modules like one that has been run, which need not be.

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.user_code.frames import user_source
 
@@ -98,8 +100,13 @@ class Learned:
     settled: dict[Path, Any] = field(default_factory=dict)
     changed: frozenset[Path] = frozenset()
 
-    def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
-        """The same for another recording, which has ``given`` other values, and may learn more."""
+    def known_again(self, given: set[tuple[Any, ...]], *, has_same_state: bool) -> Learned:
+        """Returns a copy for another recording, which may learn more.
+
+        Args:
+            given: The values that the model has been given for that.
+            has_same_state: True if modules find the same in all places as in the earlier recordings.
+        """
         return Learned(
             kept_whole=dict(self.kept_whole),
             refusal=self.refusal,
@@ -108,8 +115,8 @@ class Learned:
             watches_state=self.watches_state,
             given=given,
             opened=set(self.opened),
-            harmless=self.harmless,
-            settled=dict(self.settled),
+            harmless=self.harmless if has_same_state else frozenset(),
+            settled=dict(self.settled) if has_same_state else {},
         )
 
     def take(self, lessons: Sequence[Lesson]) -> None:
@@ -120,9 +127,12 @@ class Learned:
         if len(lessons) > 1:
             self.trial = None
 
-    def keep_whole(self, stop: MustStayWhole) -> None:
-        """The Python of a module is not recorded."""
-        self.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
+    def keep_whole(self, stop: MustStayWhole, root: nn.Module) -> None:
+        """Notes a module whose Python is not recorded, and others of its class that were opened for want of knowledge."""
+        reason = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
+        kind = type(root.get_submodule(stop.path))
+        alike = {path for path in self.opened if type(root.get_submodule(path)) is kind} if stop.path in self.opened else set()
+        self.kept_whole |= dict.fromkeys(alike - self.kept_whole.keys() | {stop.path}, reason)
         self.refusal, self.trial = self.refusal or stop.refusal, None
 
     def add_inner_result(self, path: str, place: InnerPlace) -> None:

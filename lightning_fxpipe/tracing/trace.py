@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import zip_longest
 from typing import Any
 
 import sympy
@@ -27,6 +26,7 @@ from lightning_fxpipe.reporting.own_faults import is_own_fault, own_fault_words
 from lightning_fxpipe.reporting.wording import error_words, without_symbols
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.tracing.code_guards import code_guards
+from lightning_fxpipe.tracing.confirmation import Recording, check_deterministic
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
 from lightning_fxpipe.tracing.graph_writer import erase_unused
@@ -45,22 +45,6 @@ from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
 from lightning_fxpipe.user_code.snapshot import Snapshot, state_of_opened, user_state
 from lightning_fxpipe.user_code.step_code import attribute_uses, code_of
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Recording:
-    """What another recording of the same call is compared with, and begins with: the graph's calls in words, whether the code
-    has drawn from Python's or numpy's generators, and what the recorder knew."""
-
-    calls: tuple[tuple[str, str, str], ...]
-    drew: bool
-    learned: Learned
-
-    @classmethod
-    def of_graph(cls, graph: fx.Graph, drew: bool, learned: Learned) -> _Recording:
-        """That of a graph which is just written, and in the order in which the calls were made."""
-        calls = ((n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes)
-        return cls(calls=tuple(calls), drew=drew, learned=learned)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +78,7 @@ class TracedRegion:
     looks: tuple[Look, ...] = field(default=(), repr=False)
     numbers: HeldNumbers = field(repr=False)
     needs_dry_run: bool = False
-    recording: _Recording = field(repr=False)
+    recording: Recording = field(repr=False)
     known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what others have found out about the graph
 
     @cached_property
@@ -256,7 +240,7 @@ def trace_region(
     opened: Collection[str] | None = (),
     device: torch.device | None = None,
     check: bool = True,
-    first: TracedRegion | None = None,
+    earlier: TracedRegion | None = None,
     answers_looks: bool = True,
 ) -> TracedRegion:
     """Records the call of one module.
@@ -271,8 +255,9 @@ def trace_region(
             everything down to torch.nn's own modules.
         device: Device that the module is taken to be on; by default that of the call's tensors.
         check: Whether to record twice and compare; without, the graph is good for planning only.
-        first: A graph that was recorded without such a check, of the same call, for the same device and with the same
-            ``answers_looks``: where just these modules are opened in it, a second recording is enough.
+        earlier: An earlier trace, for the same device and with the same ``answers_looks``. If it has the call's signature, its
+            knowledge is used, and a recording with the same calls needs no other to be compared with. Needs ``check``. An
+            unconfirmed trace has to be of this very call.
         answers_looks: Whether modules that look at values of the inputs may be opened; otherwise they stay whole.
 
     Raises:
@@ -280,7 +265,7 @@ def trace_region(
         UnsupportedError: Modules pass tensors on in an object that is theirs together.
     """
     first_calls = FirstCalls(root)
-    record = partial(_trace_region, root, first_calls, opened, device, check, first, answers_looks)
+    record = partial(_trace_region, root, first_calls, opened, device, check, earlier, answers_looks)
     traced = call.in_its_state(root, record)
     first_calls.give_again()
     return traced
@@ -292,28 +277,31 @@ def _trace_region(
     opened: Collection[str] | None,
     device: torch.device | None,
     check: bool,
-    first: TracedRegion | None,
+    earlier: TracedRegion | None,
     answers_looks: bool,
     call: Recordable,
 ) -> TracedRegion:
     signature, _ = sign(root, call)
-    if first is not None and (opened is None or {*opened} != {*first.opened, *first.kept_whole}):
-        first = None
+    if earlier is not None and earlier.signature != signature:
+        earlier = None
     with first_calls:
-        learned = Learned(given=first_calls.paths) if first is None else first.recording.learned.known_again(first_calls.paths)
+        given = first_calls.paths
+        learned = Learned(given=given) if earlier is None else earlier.recording.known_again(given)
         record = partial(_record, root, call, signature, device=device, answers_looks=answers_looks, learned=learned)
 
         def keep_whole(stop: MustStayWhole) -> None:
             first_calls.take_back()
             if stop.path in ("", call.opened_path) or stop.path in learned.kept_whole:
                 raise (stop.refusal or _untraceable(root, call, stop.reason, stop.source)) from stop
-            learned.keep_whole(stop)
+            learned.keep_whole(stop, root)
 
         while True:
-            earlier, first = first, None  # it is of no use where more is learned now
+            known, earlier = earlier, None  # it is of no use where more is learned now
             try:
-                earlier = earlier or record(opened)
-                traced = record(opened) if check else earlier
+                first = known or record(opened)
+                traced = record(opened) if check else first
+                if known is not None and not known.recording.confirms(traced.recording):
+                    first, traced = traced, record(opened)
             except FirstCallSets as sets:
                 if not first_calls.give(sets.values):
                     keep_whole(sets.otherwise)
@@ -324,10 +312,10 @@ def _trace_region(
             except RecordError as error:
                 raise _untraceable(root, call, error.reason, error.source) from error
             else:
-                _check_deterministic(root, call, earlier.recording, traced.recording)
+                check_deterministic(first.recording, traced.recording, _name(root, call), f"{call.label}, {call.source(root)}")
                 drawing = traced.drawing - set(learned.kept_whole)
                 if opened is None or not drawing:
-                    return traced
+                    return replace(traced, recording=replace(traced.recording, is_confirmed=check))
                 opened = {*opened, *drawing}
 
 
@@ -432,7 +420,7 @@ def _record(
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
-        recording=_Recording.of_graph(recorder.graph, drew, learned),
+        recording=Recording.of_graph(recorder.graph, drew, learned),
     )
 
 
@@ -451,20 +439,6 @@ def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
     if any(depends_on_data(size) for size in output.sizes):
         raise RecordError("the result contains a number that depends on data")
     return output
-
-
-def _check_deterministic(root: nn.Module, call: Recordable, first: _Recording, second: _Recording) -> None:
-    """A graph that depends on random numbers, as with layer drop, would freeze one of the outcomes."""
-    differing = [a for a, b in zip_longest(first.calls, second.calls) if a != b]
-    if not differing and not first.drew:
-        return
-    raise TraceError(
-        f"The code of {_name(root, call)} may take a different path each time it runs.",
-        where=f"{call.label}, {call.source(root)}",
-        observed=f"{differing[0]} in one of two runs only" if differing else "its Python draws random numbers during tracing",
-        expected="the same operations each time",
-        todo="Move the random choice (layer drop, stochastic depth) into the affected submodules.",
-    )
 
 
 def _line_of(root: nn.Module, path: str, name: str) -> str | None:

@@ -155,9 +155,9 @@ def test_a_recording_that_was_made_before_is_compared_with_a_new_one() -> None:
             return h * secrets.randbelow(10**12)
 
     model, call = Noisy(), call_of(batch())
-    first = trace_region(model, call, opened=(), check=False)
+    unchecked = trace_region(model, call, opened=(), check=False)
     with pytest.raises(TraceError, match="a different path each time"):
-        trace_region(model, call, opened=(), first=first)
+        trace_region(model, call, opened=(), earlier=unchecked)
 
 
 def test_recording_leaves_the_generators() -> None:

@@ -1,0 +1,61 @@
+"""One recording confirms another: a graph that depends on chance, as with layer drop, would freeze one of the outcomes.
+
+A call is recorded twice, and both graphs must have the same calls. Where a step is traced again, as something that it reads has
+changed, its earlier trace does for one of the two; and what that has learned about the code is known from the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from torch import fx
+
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.tracing.signals import Learned
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """The part of a trace that later recordings are compared with, and begin with.
+
+    Attributes:
+        calls: The graph's calls in words.
+        drew: True if the code has drawn from Python's or numpy's generators.
+        learned: The recorder's knowledge.
+        is_confirmed: True if another recording had the same calls.
+    """
+
+    calls: tuple[tuple[str, str, str], ...]
+    drew: bool
+    learned: Learned
+    is_confirmed: bool = False
+
+    @classmethod
+    def of_graph(cls, graph: fx.Graph, drew: bool, learned: Learned) -> Recording:
+        """Returns that of a graph which is just written, in the order in which the calls were made."""
+        calls = ((n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes)
+        return cls(calls=tuple(calls), drew=drew, learned=learned)
+
+    def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
+        """Returns the knowledge for another recording, which has ``given`` other values, and may learn more."""
+        return self.learned.known_again(given, has_same_state=not self.is_confirmed)
+
+    def confirms(self, other: Recording) -> bool:
+        """True if another recording need not be made a second time; one of the same call and state decides in any case."""
+        return not self.is_confirmed or self.calls == other.calls
+
+
+def check_deterministic(first: Recording, second: Recording, name: str, where: str) -> None:
+    """Raises :class:`TraceError` if two recordings of one call differ, or if its code draws."""
+    differing = [a for a, b in zip_longest(first.calls, second.calls) if a != b]
+    if not differing and not (first.drew or second.drew):
+        return
+    raise TraceError(
+        f"The code of {name} may take a different path each time it runs.",
+        where=where,
+        observed=f"{differing[0]} in one of two runs only" if differing else "its Python draws random numbers during tracing",
+        expected="the same operations each time",
+        todo="Move the random choice (layer drop, stochastic depth) into the affected submodules.",
+    )
