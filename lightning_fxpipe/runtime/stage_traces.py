@@ -43,6 +43,7 @@ from lightning_fxpipe.tracing.trace_log import Traced, TraceLog, input_constants
 from lightning_fxpipe.user_code.iterators import StepIterators
 from lightning_fxpipe.user_code.objects import lasting_objects
 from lightning_fxpipe.user_code.step import StepKind
+from lightning_fxpipe.user_code.step_code import may_differ_between_batches
 
 _logger = logging.getLogger("lightning_fxpipe")
 
@@ -117,7 +118,7 @@ class StageTraces:
         self._num_made = 0
         self._known: list[StageTrace] = []  # the one used last comes last
         self._of_plan: StageTrace | None = None  # until a batch has run
-        self._hooks_of_plan: list[object] = []
+        self._moment_of_plan: tuple[list[object], object] = [], None
         self.iterators = StepIterators()
         self._changed: dict[str, None] = {}  # names of what is not what it was for traces that would do else
         self._numbers = NumberInputs()
@@ -141,7 +142,7 @@ class StageTraces:
         is_there = planned.traced is not None and (self._topology.device.type == "cpu" or not planned.traced.held.constants)
         if all(gather_values(self._topology.control_group, is_there)):
             self._of_plan, _ = self._make(kind, partial(self._cut_planned, planned))
-            self._hooks_of_plan = self._hooks_now()
+            self._moment_of_plan = self._moment()
 
     def find(self, kind: StepKind, call: StepCall, size: int, *, has_values: bool = True) -> tuple[StageTrace, Shapes]:
         """A trace that covers the step's calls of the model, and the shapes that they get.
@@ -157,7 +158,7 @@ class StageTraces:
             ValuesNeeded: The values decide, or may decide; on every rank, as what comes before does not depend on them.
             CannotFollow: The step trains nothing, and cannot be cut as the plan says.
         """
-        if self._of_plan is not None and self._hooks_now() != self._hooks_of_plan:  # what they leave has not been seen
+        if self._of_plan is not None and self._is_outdated(call):
             self._known.remove(self._of_plan)
             self._of_plan = None
         for search in (self._known_span, self._known_call):
@@ -181,8 +182,17 @@ class StageTraces:
             self._takes(made, kind, call, shapes)
         return made, shapes
 
-    def _hooks_now(self) -> list[object]:
-        return [hook for module in self._root.modules() for hook in hooks_of(module)]
+    def _moment(self) -> tuple[list[object], object]:
+        """Returns the forward hooks and the Trainer's counters."""
+        trainer = vars(self._root).get("_trainer")
+        counters = None if trainer is None else (trainer.current_epoch, trainer.global_step)
+        return [hook for module in self._root.modules() for hook in hooks_of(module)], counters
+
+    def _is_outdated(self, call: StepCall) -> bool:
+        """True if hooks have come since the plan was made, which may leave values, or if a resumed step may go another way."""
+        (hooks, counters), (hooks_of_plan, counters_of_plan) = self._moment(), self._moment_of_plan
+        is_resumed = counters != counters_of_plan and may_differ_between_batches(self._root, call.function)
+        return hooks != hooks_of_plan or is_resumed
 
     def find_call(self, kind: StepKind, region: RegionCall) -> tuple[StageTrace, Shapes]:
         """A trace that covers a call, and the shapes that it gets. Called by every rank.

@@ -123,7 +123,7 @@ class Session:
         self.decisions = Decisions.among(topology)
         self._submodules = SubmoduleAttributes(module)
         self._whole_steps = WholeSteps(module, plan, topology, warn, self._submodules)
-        self._ran: set[StepKind] = set()  # steps that have run for a batch
+        self._ran: set[StepKind] = set()  # steps that have run for a batch of the loop that runs
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._members = Members(module)
         self._split_names = frozenset(self._members.parameters)
@@ -392,7 +392,7 @@ class Session:
         """
         is_last = self._topology.is_last
         metrics = held_metrics(self.module, self._members)
-        # The first batch is tried: later ones pay for no watch.
+        # The first batch of a loop is tried: later ones pay for no watch.
         is_tried = not step.is_training and step.kind not in self._ran and not self._whole_steps.takes(step.kind)
         start = Remembered(self.module) if is_tried else None
         self._is_tried = is_tried and is_last
@@ -472,6 +472,7 @@ class Session:
 
     def end_evaluation(self) -> None:
         """After the last batch of a loop that trains nothing. Called by every rank."""
+        self._ran.clear()
         self._whole_steps.give_back()
 
 

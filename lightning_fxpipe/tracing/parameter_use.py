@@ -6,7 +6,9 @@ or moves a teacher would do so for some parameters, and with ``1f1b`` between tw
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -112,8 +114,37 @@ def _check_is_here(root: nn.Module, tensor: Tensor) -> None:
                     expected="the buffers of this rank's stage",
                     todo=_SET_BUFFER,
                 )
+        if (path := _running_call(root)) is not None:
+            raise further_call(path)
         what = "The step uses another rank's parameter outside the model's call."
         raise _misuse(what, root, tensor, "the parameters of this rank's stage")
+
+
+def _running_call(root: nn.Module) -> str | None:
+    """Path of the module whose forward the step has called, and which runs now."""
+    paths = {id(module): path for path, module in root.named_modules() if path}
+    called = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        called = paths.get(id(owner), called)
+        frame = frame.f_back
+    return called
+
+
+def further_call(path: str) -> UnsupportedError:
+    """Returns the error for a call of the model, at a module's path, that the traced step has not made.
+
+    The region has run when the step comes to it, and the tensors of other stages are on other ranks.
+    """
+    return UnsupportedError(
+        f"The step calls {path or 'the module'} more often than when it was traced.",
+        where=user_source(),
+        observed="a call of the model that begins after the traced ones",
+        expected="the same calls of the model in each step",
+        todo="Make the call in every step, for example with a weight of zero for a loss that begins later or counts in some "
+        "steps only. Or resume from the last checkpoint: the step is traced anew then, with all its calls.",
+    )
 
 
 def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:

@@ -21,6 +21,7 @@ from lightning_fxpipe._compat.lightning import takes_batch_idx
 from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.input_gradient import depends_on_parameters, input_gradient
+from lightning_fxpipe.tracing.parameter_use import further_call
 from lightning_fxpipe.tracing.prelude import dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.structure_guards import InPlaceOf
@@ -257,13 +258,7 @@ class replaced_region:
         run, self._run = self._run, None
         if run is not None:
             return run(*args, **kwargs)
-        self._refused = UnsupportedError(
-            f"The step calls {self._path or 'the module'} twice.",
-            where=user_source(),
-            observed="a second call of the pipelined module in one step",
-            expected="one call",
-            todo="Concatenate the inputs of both calls along the batch dimension, or move both calls into one forward.",
-        )
+        self._refused = further_call(self._path)
         raise self._refused
 
     def __enter__(self) -> None:

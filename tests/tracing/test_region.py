@@ -420,7 +420,7 @@ def call_twice(module: Lit, x: Any, caught: type[Exception] = KeyError) -> None:
 
 def test_a_second_call_is_refused_at_the_users_line() -> None:
     module, x = Lit(), batch_of()
-    with pytest.raises(UnsupportedError, match="The step calls model twice") as caught:
+    with pytest.raises(UnsupportedError, match="The step calls model more often than when it was traced") as caught:
         call_twice(module, x)
     assert caught.value.where is not None
     path, _, line = caught.value.where.rpartition(":")
@@ -429,7 +429,7 @@ def test_a_second_call_is_refused_at_the_users_line() -> None:
 
 
 def test_a_refusal_that_the_step_catches_is_raised_at_its_end() -> None:
-    with pytest.raises(UnsupportedError, match="The step calls model twice"):
+    with pytest.raises(UnsupportedError, match="The step calls model more often than when it was traced"):
         call_twice(Lit(), batch_of(), caught=Exception)
 
 

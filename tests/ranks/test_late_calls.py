@@ -1,0 +1,90 @@
+"""A call of the model that begins later in the run: refused in that step, by its line; a resumed run is traced with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe.errors import FxPipeError
+from tests.lit import make_trainer
+from tests.ranks.pool import RankPool
+from tests.ranks.runs import NetWithLoss, Run, _go, compare
+
+
+class Consistent(NetWithLoss):
+    """After a warm-up, results for other inputs are to be alike."""
+
+    shuffle = False  # a checkpoint of a pipeline continues with its random numbers, one of one device does not
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self(batch[0])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        if self.trainer.current_epoch > 0:
+            loss = loss + self.difference(self(batch[0] * 1.1), scores)
+        return loss
+
+    def difference(self, found: Tensor, expected: Tensor) -> Tensor:
+        return nn.functional.mse_loss(found, expected.detach())
+
+
+class ConsistentInside(Consistent):
+    """Calls a part of the model once more, of which another rank has the parameters."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.backbone(batch[0])
+        loss = nn.functional.cross_entropy(self.head(hidden), batch[1])
+        if self.trainer.current_epoch > 0:
+            loss = loss + self.difference(self.backbone(batch[0] * 1.1), hidden)
+        return loss
+
+
+MODULES = {"the module": Consistent, "backbone": ConsistentInside}
+
+
+def refused(name: str, folder: str) -> str:
+    """The message that ends a run in its second epoch."""
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "limit_val_batches": 0}
+    module = MODULES[name]()
+    trainer = make_trainer(devices=2, strategy=FxPipeStrategy(num_microbatches=2), **options)
+    try:
+        trainer.fit(module)
+    except FxPipeError as error:
+        assert trainer.current_epoch == 1
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_call_that_begins_later_is_refused_with_what_to_do(
+    ranks: Callable[[int], RankPool], tmp_path: Path, name: str
+) -> None:
+    pool = ranks(2)
+    try:
+        messages = pool.run(refused, name, str(tmp_path))
+        assert any(f"The step calls {name} more often than when it was traced." in message for message in messages)
+        assert any(f"{__file__}:" in message and "resume from the last checkpoint" in message for message in messages)
+    finally:
+        pool.kill()
+
+
+def do(name: str, folder: str, stages: int) -> dict[str, Any]:
+    """Resumes where the call begins."""
+    home = Path(folder) / f"{name}{stages}"
+    keep = [ModelCheckpoint(home, save_last=True)]
+    run = Run(module=MODULES[name], options={"max_epochs": 1, "enable_checkpointing": True}, callbacks=lambda _: keep)
+    _go(run, home, stages, None)
+    return _go(replace(run, options={"max_epochs": 2}, callbacks=lambda _: []), home, stages, str(home / "last.ckpt"))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_run_that_is_resumed_where_the_call_begins_is_that_of_one_device(
+    ranks: Callable[[int], RankPool], tmp_path: Path, stages: int
+) -> None:
+    compare(ranks, do, list(MODULES), tmp_path, stages)
