@@ -29,7 +29,7 @@ from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.distributed.values import broadcast_tensor
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
@@ -88,6 +88,7 @@ class JointSteps:
         self.backwards = Backwards(shared, hooks.meet)
         self.outside = hooks.outside
         self._hooks = hooks
+        self._warn = log.warn
         self._replica = replica
         self._plan = plan
         self._fqns = {id(p): fqn for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
@@ -97,6 +98,15 @@ class JointSteps:
             if any(plan.stages_of(f"{path}.{name}" if path else name) for name, _ in module.named_parameters())
             if not _is_opened(path, plan.regions)
         }
+
+    def instead_of_stages(self, reason: FxPipeError) -> JointSteps:
+        """Says why every rank runs the training step from now on; returns itself."""
+        self._warn(
+            "The training_step makes other calls of the model than the plan was made for. Every rank runs it from now on, with "
+            f"a separate pipeline for each call, so the stages do not overlap. Results are unchanged. Reason: {reason.what} "
+            f"({reason.observed})"
+        )
+        return self
 
     def run(self, step: Step, batch: Any) -> Any:
         """Runs a step; returns what it returns, on every rank. Called by every rank."""

@@ -385,10 +385,8 @@ class StageTraces:
         """What ``cut`` gives on every rank.
 
         Raises:
-            CannotFollow: It failed on one of them, in a step that trains nothing.
+            CannotFollow: It failed on one of them, in a step that trains nothing, or for the plan's cuts in training.
         """
-        if kind is StepKind.TRAIN:
-            return cut()
         made: _Cut | None = None
         failure: FxPipeError | None = None
         try:
@@ -396,6 +394,8 @@ class StageTraces:
         except NoModelCall:
             raise
         except FxPipeError as error:
+            if kind is StepKind.TRAIN and not isinstance(error, PartitionError):
+                raise
             failure = error
         failures = [found for found in gather_values(self._topology.control_group, failure) if found is not None]
         if failures:

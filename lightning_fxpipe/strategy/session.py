@@ -254,10 +254,17 @@ class Session:
 
     def _train(self, step: Step, batch: Any) -> Any:
         before = self._members.parameters  # a module's forward may give them other memory
-        if self._joint is not None:
-            output = self._joint.run(step, batch)
-            check_none_exchanged(before, self._members.renewed().parameters)
-            return output
+        try:
+            if self._joint is None:
+                return self._train_in_stages(step, batch)
+        except CannotFollow as error:  # nothing has run: the step has other calls than the plan was made for
+            self._joint = self._joint_steps.instead_of_stages(error.reason)
+        output = self._joint.run(step, batch)
+        check_none_exchanged(before, self._members.renewed().parameters)
+        return output
+
+    def _train_in_stages(self, step: Step, batch: Any) -> Any:
+        before = self._members.parameters
         if self._old_gradients is None:
             self._old_gradients = OldGradients(self.module.trainer, self.module)
         outdated = self._old_gradients.parameters()
@@ -401,6 +408,8 @@ class Session:
         try:
             result = self._run_once(step, batch, metrics, before)
         except CannotFollow as error:
+            if step.is_training:
+                raise
             return self._run_whole(step, batch, error.reason, start)
         output = result.output
         news = None if before is None or states is None else self._news(step, result, before, states)

@@ -107,6 +107,13 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/stage_traces.py",
+        "return hooks != hooks_of_plan or is_resumed",
+        "return hooks != hooks_of_plan",
+        ("ranks/test_late_calls.py::test_a_run_that_is_resumed_where_the_call_begins_is_that_of_one_device",),
+        "a resumed step runs with the calls that it makes in its first epoch",
+    ),
+    Mutant(
+        "runtime/stage_traces.py",
         "is_same and not replay.has_set_between and traced",
         "is_same and traced",
         ("strategy/test_set_before_call.py::test_what_the_step_sets_between_its_calls_counts_in_the_next",),

@@ -15,7 +15,7 @@ from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe.errors import FxPipeError
 from tests.lit import make_trainer
 from tests.ranks.pool import RankPool
-from tests.ranks.runs import NetWithLoss, Run, _go, compare
+from tests.ranks.runs import NetWithLoss, Run, _go, compare, go
 
 
 class Consistent(NetWithLoss):
@@ -45,7 +45,27 @@ class ConsistentInside(Consistent):
         return loss
 
 
-MODULES = {"the module": Consistent, "backbone": ConsistentInside}
+class Repeated(Consistent):
+    """The second call is one of the first's result, so that no cut of one pipeline through both is left."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.backbone(batch[0])
+        if self.trainer.current_epoch > 0:
+            hidden = self.backbone(hidden)
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+
+class Counted(Consistent):
+    """As before, but the number of calls is known before the first one."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = batch[0]
+        for _ in range(1 + self.trainer.current_epoch):
+            hidden = self.backbone(hidden)
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+
+MODULES = {"the module": Consistent, "backbone": ConsistentInside, "repeated": Repeated}
 
 
 def refused(name: str, folder: str) -> str:
@@ -61,7 +81,7 @@ def refused(name: str, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["the module", "backbone"])
 def test_a_call_that_begins_later_is_refused_with_what_to_do(
     ranks: Callable[[int], RankPool], tmp_path: Path, name: str
 ) -> None:
@@ -75,8 +95,10 @@ def test_a_call_that_begins_later_is_refused_with_what_to_do(
 
 
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
-    """Resumes where the call begins."""
+    """Resumes where the call begins; or goes on."""
     home = Path(folder) / f"{name}{stages}"
+    if name == "counted":
+        return go(Run(module=Counted, options={"max_epochs": 2}), home, stages)
     keep = [ModelCheckpoint(home, save_last=True)]
     run = Run(module=MODULES[name], options={"max_epochs": 1, "enable_checkpointing": True}, callbacks=lambda _: keep)
     _go(run, home, stages, None)
@@ -88,3 +110,9 @@ def test_a_run_that_is_resumed_where_the_call_begins_is_that_of_one_device(
     ranks: Callable[[int], RankPool], tmp_path: Path, stages: int
 ) -> None:
     compare(ranks, do, list(MODULES), tmp_path, stages)
+
+
+def test_a_training_step_that_no_longer_fits_the_cuts_goes_on_on_every_rank(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    compare(ranks, do, ["counted"], tmp_path, 2)
