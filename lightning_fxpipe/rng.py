@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,37 @@ def set_rng_state(state: dict[str, Any]) -> None:
         _numpy_generator.set_state(sys.modules["numpy"], state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def host_state() -> bytes:
+    """Returns the states of Python's and numpy's generators in :data:`HOST_STATE_BYTES` bytes.
+
+    Of numpy's none if it is not in use, or is not a Mersenne Twister.
+    """
+    _, words, gauss = random.getstate()
+    python = _PYTHON_STATE.pack(*words, gauss is not None, gauss or 0.0)
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else _numpy_generator.state(numpy)
+    if not isinstance(state, tuple) or state[0] != "MT19937":
+        return python.ljust(HOST_STATE_BYTES, b"\0")
+    _, keys, position, has_gauss, gauss = state
+    return python + _NUMPY_STATE.pack(True, keys.astype("<u4").tobytes(), position, bool(has_gauss), gauss)
+
+
+def set_host_state(state: bytes) -> None:
+    """Inverse of :func:`host_state`; numpy's generator keeps its state if there is none."""
+    *words, has_gauss, gauss = _PYTHON_STATE.unpack_from(state)
+    random.setstate((_PYTHON_VERSION, tuple(words), gauss if has_gauss else None))
+    is_there, keys, position, has_gauss, gauss = _NUMPY_STATE.unpack_from(state, _PYTHON_STATE.size)
+    if is_there and (numpy := sys.modules.get("numpy")) is not None:
+        words_of_numpy = numpy.frombuffer(keys, dtype="<u4").astype(numpy.uint32)
+        _numpy_generator.set_state(numpy, ("MT19937", words_of_numpy, position, int(has_gauss), gauss))
+
+
+_PYTHON_VERSION = random.getstate()[0]
+_PYTHON_STATE = struct.Struct("<625I?d")  # 624 words and the place among them; the second of a pair of normal numbers
+_NUMPY_STATE = struct.Struct("<?2496sI?d")
+HOST_STATE_BYTES = _PYTHON_STATE.size + _NUMPY_STATE.size
 
 
 def python_rng() -> tuple[Any, ...]:

@@ -6,9 +6,10 @@ generator states and stay in lock step. Where the step's code runs for each micr
 draws for the whole batch, and the others take their part of it (:class:`BatchDraws`). Numbers without a batch dimension
 (mixup's lambda) are the same for all microbatches.
 
-With one microbatch the generator's state travels with the boundary tensors from stage to stage, so that dropout, too, is that
-of one device. With several, stages work on different microbatches at once, and each draws numbers of its own, seeded by the
-run's seed, the batch, the microbatch and the stage: two stages do not repeat each other, and a resumed run repeats itself.
+With one microbatch the generators' states travel with the boundary tensors from stage to stage, so that dropout, too, is that
+of one device, and so is what a module draws by ``random`` or numpy (scheduled sampling). With several, stages work on different
+microbatches at once, and each draws numbers of its own, seeded by the run's seed, the batch, the microbatch and the stage: two
+stages do not repeat each other, and a resumed run repeats itself.
 """
 
 from __future__ import annotations
@@ -30,37 +31,34 @@ from torch.nn import functional
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, tree_map
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
-from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.rng import HOST_STATE_BYTES, host_state, isolated_rng, set_host_state
 
 
 def seed_generators(*key: int | str) -> None:
     """Seeds the default generators from ``key``."""
-    seed = _seed_outside_torch(key)
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
 
 
-def _seed_outside_torch(key: tuple[int | str, ...]) -> int:
-    """Seeds Python's and numpy's generators; returns the seed."""
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    return seed
-
-
 def generator_state(device: torch.device) -> Tensor:
-    """State of the device's default generator, in memory of the host, which has it on CUDA, too."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    """State of the default generators, the device's, Python's and numpy's, in memory of the host, as bytes."""
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return torch.cat([own, torch.frombuffer(bytearray(host_state()), dtype=torch.uint8)])
 
 
 def set_generator_state(state: Tensor, device: torch.device) -> None:
     """Inverse of :func:`generator_state`. Where a state has come over the device, the host waits for it."""
+    own, others = state.cpu().tensor_split([len(state) - HOST_STATE_BYTES])
+    set_host_state(others.numpy().tobytes())
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), device)
+        torch.cuda.set_rng_state(own, device)
     else:
-        torch.set_rng_state(state)
+        torch.set_rng_state(own)
 
 
 def sent_state(state: Tensor, device: torch.device) -> Tensor:
@@ -69,13 +67,9 @@ def sent_state(state: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def continued_random_numbers(state: Tensor | None, device: torch.device, *key: int | str) -> Iterator[None]:
-    """Runs the block with the device's default generator at ``state``, or where it is for None.
-
-    Python's and numpy's generators are seeded from ``key``.
-    """
+def continued_random_numbers(state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Runs the block with the default generators at ``state``, or where they are for None."""
     with isolated_rng():
-        _seed_outside_torch(key)
         if state is not None:
             set_generator_state(state, device)
         yield

@@ -221,11 +221,10 @@ class StageRun:
             UnsupportedError: The next stage expects another tensor.
         """
         setup = self.setup
-        key = (*self.random_key, leg.number(index), stage.index)
         carried = setup.carries_random_state
         if not carried:
-            seed_generators(*key)
-        with continued_random_numbers(state, setup.device, *key) if carried else nullcontext(), setup.norms.noting():
+            seed_generators(*self.random_key, leg.number(index), stage.index)
+        with continued_random_numbers(state, setup.device) if carried else nullcontext(), setup.norms.noting():
             run = partial(stage.module, *received, *self._inputs(leg, stage, index))
             setup.left.begin_stage(is_cut=setup.num_microbatches > 1, carried=setup.carried)
             outputs: tuple[Tensor, ...] = setup.late_exchanges.watching(stage.index, run)

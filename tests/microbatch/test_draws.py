@@ -21,7 +21,7 @@ from lightning_fxpipe.microbatch.draws import (
     seed_generators,
     set_generator_state,
 )
-from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.replay import watched_step
 
 # What blake2b gives for the key (42, "training_step", 10, 3, 1).
@@ -102,7 +102,7 @@ def test_generators_continue_where_they_were() -> None:
 
 def test_generators_continue_where_they_were_after_an_exception() -> None:
     def fail() -> None:
-        with continued_random_numbers(None, torch.device("cpu"), 1):
+        with continued_random_numbers(None, torch.device("cpu")):
             draw()
             raise KeyError
 
@@ -224,17 +224,39 @@ def test_each_generator_is_used_once_for_the_batch() -> None:
     assert torch.equal(drawn([3, 3, 3, 3]), drawn([12]))
 
 
+def draw_from_all() -> list[float]:
+    """Of the normal numbers, of which generators make two at once, an odd number."""
+    numbers = [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), numpy.random.randn()]
+    return [*map(float, numbers), numpy.random.randn(), random.gauss(0, 1), *torch.rand(2).tolist()]
+
+
 def test_generator_state_goes_on_where_another_stopped() -> None:
+    device = torch.device("cpu")
     seed_everything(1)
-    state = generator_state(torch.device("cpu"))
-    expected = torch.rand(4)
+    draw_from_all()
+    state = generator_state(device)
+    expected = draw_from_all()
     seed_everything(2)
-    before = torch.get_rng_state()
-    with continued_random_numbers(state, torch.device("cpu"), "key"):
-        assert torch.equal(torch.rand(4), expected)
-    assert torch.equal(torch.get_rng_state(), before)
-    set_generator_state(state, torch.device("cpu"))
-    assert torch.equal(torch.rand(4), expected)
+    before = rng_state()
+    with continued_random_numbers(state, device):
+        assert draw_from_all() == expected
+    assert same_rng(before, rng_state())
+    set_generator_state(state, device)
+    assert draw_from_all() == expected
+
+
+def test_another_generator_of_numpys_keeps_its_state() -> None:
+    usual = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    try:
+        state = generator_state(torch.device("cpu"))
+        expected = random.random()
+        before = numpy.random.get_state(legacy=False)
+        set_generator_state(state, torch.device("cpu"))
+        assert random.random() == expected
+        assert numpy.random.get_state(legacy=False) == before
+    finally:
+        numpy.random.set_bit_generator(usual)
 
 
 @pytest.mark.parametrize(("num_samples", "replacement"), [(1, True), (1, False), (3, False)])

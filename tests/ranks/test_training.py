@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -131,6 +133,51 @@ def test_ranks_that_nobody_seeded_draw_as_rank_0_does(ranks: Ranks) -> None:
     for result in (first, second):
         assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         assert torch.equal(result["rng"], expected["rng"])
+
+
+class ByChance(nn.Module):
+    """Draws in its forward, from each generator: scheduled sampling, layer drop, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = [self.linear if random.random() < 0.5 else nn.functional.relu for _ in range(3)]
+        for step in steps:
+            x = x + step(x) * float(numpy.random.randn()) * 0.1
+        return nn.functional.dropout(x, 0.2, self.training)
+
+
+class LitByChance(LitModel):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.model = nn.Sequential(*(nn.Sequential(ByChance(), nn.Tanh()) for _ in range(4)), nn.Linear(12, 5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + random.random() + float(numpy.random.rand()))  # goes on where the stages have stopped
+
+
+def fit_by_chance(options: dict[str, Any]) -> dict[str, Any]:
+    L.seed_everything(9, verbose=False)
+    module, recorder = LitByChance(), Recorder()
+    make_trainer(max_epochs=1, callbacks=[recorder], **options).fit(module, make_loader("mlp", shuffle=True))
+    return {"losses": recorder.losses, "state": snapshot(module), "next": (random.random(), numpy.random.rand())}
+
+
+def piped_fit_by_chance(stages: int) -> dict[str, Any]:
+    return fit_by_chance({"strategy": FxPipeStrategy(num_microbatches=1), "devices": stages})
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_with_one_microbatch_modules_draw_as_on_one_device_from_all_generators(ranks: Ranks, stages: int) -> None:
+    expected = fit_by_chance({})
+    results = ranks(stages).run(piped_fit_by_chance, stages)
+    assert_same_state(merged(results, "state"), expected["state"])
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert result["next"] == expected["next"]
 
 
 class Shifted(LitModel):
