@@ -62,6 +62,9 @@ class Talkative(L.LightningModule):
         self.last_loss = loss  # with its graph, as people do
         return loss
 
+    def on_train_epoch_start(self) -> None:
+        self.body.load_state_dict({name: value.clone() for name, value in self.body.state_dict().items()})  # as averages are
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("last_loss", self.last_loss)
 
