@@ -9,14 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fxpipe._compat.torch import hooks_of
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
-from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.follow_plan import follow_plan, trace_for_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
@@ -25,16 +24,15 @@ from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.number_inputs import NumberInputs
-from lightning_fxpipe.runtime.replay import DryRunEnds, Replay
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
-from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
+from lightning_fxpipe.runtime.span_match import SpanMatch, match_span
+from lightning_fxpipe.stages.build import Stage, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, Steps, Varying, name_of_guard
 from lightning_fxpipe.tracing.held_numbers import NumberPlace
-from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
+from lightning_fxpipe.tracing.prelude import PreludeFacts
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
-from lightning_fxpipe.tracing.set_between import SetBetween
 from lightning_fxpipe.tracing.signals import CannotFollow
 from lightning_fxpipe.tracing.span import StepRegion
 from lightning_fxpipe.tracing.step_record import Span
@@ -52,6 +50,10 @@ MAX_TRACES = 32
 
 
 _Cut = tuple[Recordable, Shapes, Assignment, DimGroups]
+
+
+class _Outdated(Exception):
+    """The step has to be recorded."""
 
 
 class ValuesNeeded(Exception):
@@ -161,8 +163,8 @@ class StageTraces:
         if self._of_plan is not None and self._is_outdated(call):
             self._known.remove(self._of_plan)
             self._of_plan = None
-        for search in (self._known_span, self._known_call):
-            if (found := search(kind, call, size)) is not None:
+        with suppress(_Outdated):
+            if (found := self._known_span(kind, call, size) or self._known_call(kind, call, size)) is not None:
                 known, shapes = found
                 if known is self._of_plan:
                     self._of_plan = None
@@ -223,50 +225,28 @@ class StageTraces:
         """True if a step has read values of its batch before its model call, or has set tensors that the model reads."""
         return kind in self._needing_values
 
-    def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:
+    def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> SpanMatch:
         """Whether the step makes the calls that a trace of several has, with its constants and with tensors of its shapes."""
         traced = known.traced
-        sizes = traced.bind_sizes(shapes)
-        assert sizes is not None
-        exchanged: dict[str, Tensor] = {}
-        expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
-        is_same = True
-
-        def compare(inputs: list[Tensor]) -> None:
-            """Runs no region, when the step has come to it; its calls return tensors without data."""
-            nonlocal is_same
-            with run.aside():
-                is_same = [tuple(tensor.shape) for tensor in inputs] == expected and self._is_current(traced)
-            if not is_same:
-                raise DryRunEnds
-
-        trying = dry_run_of_prelude(self._root, call.function, call.args, call.kwargs)
-        with suppress(DryRunEnds), trying as run, self.iterators.one_run(run.state):
-            replay = Replay(
-                self._root,
-                traced,
-                sizes,
-                device_type=self._topology.device.type,
-                draws=BatchDraws(traced.batch_size, self._batch_dim),
-                run=compare,
-                exchanged=exchanged,
-                between=SetBetween(self._root, run.state, is_step=lambda: True),
-            )
-            try:
-                with replay.lead((run.args[0], run.args[2:])):
-                    call.function(*run.args, **run.kwargs)
-            except UnsupportedError:
-                is_same = False  # it takes another path
-        self._note_prelude(kind, run.facts)
-        if replay.other_numbers:
-            is_same = False
-            self._numbers.note(replay.other_numbers)
-            self._changed |= dict.fromkeys(map(str, replay.other_numbers))
-        is_same = is_same and not replay.has_set_between and traced.holds_for(traced.numbers.now)
+        match = match_span(
+            self._root,
+            traced,
+            call,
+            shapes,
+            device_type=self._topology.device.type,
+            batch_dim=self._batch_dim,
+            iterators=self.iterators,
+            is_current=partial(self._is_current, traced),
+        )
+        self._note_prelude(kind, match.facts)
+        self._numbers.note(match.other_numbers)
+        self._changed |= dict.fromkeys(map(str, match.other_numbers))
         # A step that skips the model has none.
-        if traced.held.are_unseen(exchanged) or traced.needs_dry_run:
+        if traced.held.are_unseen(match.exchanged) or traced.needs_dry_run:
             self._unfixed.add(kind)
-        return is_same and traced.held.take_where_other(exchanged)
+        if match.is_same and not traced.held.take_where_other(match.exchanged):
+            return replace(match, is_same=False)
+        return match
 
     def have_held_tensors_changed(self) -> bool:
         """Whether code has put another tensor where the stages have one from."""
@@ -288,7 +268,11 @@ class StageTraces:
                 self._needing_values.add(kind)
 
     def _known_span(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes] | None:
-        """Returns a known trace of several calls that covers those of a step."""
+        """Returns a known trace of several calls that covers those of a step.
+
+        Raises:
+            _Outdated: The step makes all of a trace's calls, and reads something else: no trace of fewer calls does.
+        """
         spans = [known for known in reversed(self._known) if known.span is not None and known.kind is kind]
         if not spans:
             return None
@@ -299,8 +283,12 @@ class StageTraces:
         inputs = Template.of(region.example(), shared=lasting_objects(self._root)).tensors
         for known in spans:
             is_alike = known.traced.signature == signature and known.traced.bind_sizes(shapes) is not None
-            if is_alike and known.traced.sees_the_same(inputs) and self._takes(known, kind, call, shapes):
-                return known, shapes
+            if is_alike and known.traced.sees_the_same(inputs):
+                match = self._takes(known, kind, call, shapes)
+                if match.is_same:
+                    return known, shapes
+                if match.is_outdated:
+                    raise _Outdated
         return None
 
     def _known_call(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes] | None:

@@ -65,6 +65,17 @@ class Counted(Consistent):
         return nn.functional.cross_entropy(self.head(hidden), batch[1])
 
 
+class Lazy(Consistent):
+    """Regularises every few steps, from the first on."""
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self(batch[0])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        if self.trainer.global_step % 3 == 0:
+            loss = loss + self.difference(self(batch[0] * 1.1), scores)
+        return loss
+
+
 MODULES = {"the module": Consistent, "backbone": ConsistentInside, "repeated": Repeated}
 
 
@@ -97,8 +108,9 @@ def test_a_call_that_begins_later_is_refused_with_what_to_do(
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     """Resumes where the call begins; or goes on."""
     home = Path(folder) / f"{name}{stages}"
-    if name == "counted":
-        return go(Run(module=Counted, options={"max_epochs": 2}), home, stages)
+    if name in ("counted", "lazy"):
+        module = Counted if name == "counted" else Lazy
+        return go(Run(module=module, options={"max_epochs": 2}), home, stages)
     keep = [ModelCheckpoint(home, save_last=True)]
     run = Run(module=MODULES[name], options={"max_epochs": 1, "enable_checkpointing": True}, callbacks=lambda _: keep)
     _go(run, home, stages, None)
@@ -116,3 +128,8 @@ def test_a_training_step_that_no_longer_fits_the_cuts_goes_on_on_every_rank(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     compare(ranks, do, ["counted"], tmp_path, 2)
+
+
+def test_a_training_step_may_make_a_further_call_every_few_steps(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """In the steps between, a trace of one call is known, and in the next such step what is read has another value."""
+    compare(ranks, do, ["lazy"], tmp_path, 2)
