@@ -361,14 +361,16 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
 
 
 def silence_lightning(*, logs_alike: bool = False) -> None:
-    """Ignores warnings about Lightning's own code; and, where a module is in stages, what is not so there.
+    """Ignores warnings about Lightning's own code, and what does not hold for a module in stages.
 
-    Lightning 2.6 asks torch 2.13 for the kind of a leaf in a deprecated way, once in each process and run. It advises to log
-    with ``sync_dist``, though all ranks log the same. torch says that values loaded into meta tensors are lost; in hooks they
-    reach the rank of their stage.
+    Lightning 2.6 asks torch 2.13 for the kind of a leaf in a deprecated way, once in each process and run. torch says that
+    values loaded into meta tensors are lost; in hooks they reach the rank of their stage.
+
+    Args:
+        logs_alike: True if all ranks log the same, so that the advice to log with ``sync_dist`` does not hold either.
     """
     module = r"(lightning\.pytorch|pytorch_lightning)\.utilities\._pytree"
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", module=module)
+    warnings.filterwarnings("ignore", message=r"for .*: copying from a non-meta parameter in the checkpoint to a meta")
     if logs_alike:
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
-        warnings.filterwarnings("ignore", message=r"for .*: copying from a non-meta parameter in the checkpoint to a meta")

@@ -101,10 +101,11 @@ class JointSteps:
 
     def instead_of_stages(self, reason: FxPipeError) -> JointSteps:
         """Says why every rank runs the training step from now on; returns itself."""
+        facts = "; ".join(text for text in (reason.where, reason.observed) if text)
         self._warn(
             "The training_step makes other calls of the model than the plan was made for. Every rank runs it from now on, with "
             f"a separate pipeline for each call, so the stages do not overlap. Results are unchanged. Reason: {reason.what} "
-            f"({reason.observed})"
+            f"({facts})"
         )
         return self
 
