@@ -136,8 +136,8 @@ class PipelineRuntime:
             attributes: What the step can change, as it is now; on the last stage.
 
         Raises:
-            CannotFollow: The step trains nothing, and cannot run in stages.
-            StepFailed: The same, raised on the last stage only; the other ranks return.
+            CannotFollow: The step cannot run in stages. No stage has run.
+            StepFailed: The same of one that trains nothing, raised on the last stage only; the other ranks return.
         """
         self.passes.end_batch()
         iterators = self.stage_traces.iterators

@@ -27,7 +27,7 @@ from lightning_fxpipe.user_code.iterators import StepIterators
 
 @dataclass(frozen=True, kw_only=True)
 class SpanMatch:
-    """What the dry run has shown.
+    """Findings of the dry run.
 
     Attributes:
         is_same: True if the step makes the trace's calls, with its constants and with tensors of its shapes.

@@ -53,7 +53,7 @@ _Cut = tuple[Recordable, Shapes, Assignment, DimGroups]
 
 
 class _Outdated(Exception):
-    """The step has to be recorded."""
+    """All traces of the step's calls are out of date."""
 
 
 class ValuesNeeded(Exception):
@@ -158,9 +158,9 @@ class StageTraces:
         Raises:
             NoModelCall: The step returns without calling the model.
             ValuesNeeded: The values decide, or may decide; on every rank, as what comes before does not depend on them.
-            CannotFollow: The step trains nothing, and cannot be cut as the plan says.
+            CannotFollow: The step cannot be cut as the plan says; or one that trains nothing cannot be recorded.
         """
-        if self._of_plan is not None and self._is_outdated(call):
+        if self._of_plan is not None and self._is_plan_outdated(call):
             self._known.remove(self._of_plan)
             self._of_plan = None
         with suppress(_Outdated):
@@ -190,7 +190,7 @@ class StageTraces:
         counters = None if trainer is None else (trainer.current_epoch, trainer.global_step)
         return [hook for module in self._root.modules() for hook in hooks_of(module)], counters
 
-    def _is_outdated(self, call: StepCall) -> bool:
+    def _is_plan_outdated(self, call: StepCall) -> bool:
         """True if hooks have come since the plan was made, which may leave values, or if a resumed step may go another way."""
         (hooks, counters), (hooks_of_plan, counters_of_plan) = self._moment(), self._moment_of_plan
         is_resumed = counters != counters_of_plan and may_differ_between_batches(self._root, call.function)
@@ -202,13 +202,19 @@ class StageTraces:
         Args:
             kind: Which step makes it.
             region: The call.
+
+        Raises:
+            FxPipeError: It cannot be recorded, or not be cut as the plan says. Each call is a pipeline already.
         """
         with self._decisions.batch(), region.numbers_on(self._root):
             if (found := self._known_now(kind, region)) is not None:
                 self._used(found[0])
             else:
                 with self._log.told(f"Tracing {region.label}"):
-                    found = self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
+                    try:
+                        found = self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
+                    except CannotFollow as signal:
+                        raise signal.reason from None
         self._decisions.note(found[0])
         return found
 
@@ -271,7 +277,7 @@ class StageTraces:
         """Returns a known trace of several calls that covers those of a step.
 
         Raises:
-            _Outdated: The step makes all of a trace's calls, and reads something else: no trace of fewer calls does.
+            _Outdated: The step makes all of a trace's calls, but reads something else. A trace of fewer calls does not fit it.
         """
         spans = [known for known in reversed(self._known) if known.span is not None and known.kind is kind]
         if not spans:
@@ -281,14 +287,16 @@ class StageTraces:
         region = StepRegion(step=call, span=spans[0].span, batch_size=size, batch_dim=self._batch_dim)
         signature, shapes = sign(self._root, region)
         inputs = Template.of(region.example(), shared=lasting_objects(self._root)).tensors
+        is_outdated = False
         for known in spans:
             is_alike = known.traced.signature == signature and known.traced.bind_sizes(shapes) is not None
             if is_alike and known.traced.sees_the_same(inputs):
                 match = self._takes(known, kind, call, shapes)
                 if match.is_same:
                     return known, shapes
-                if match.is_outdated:
-                    raise _Outdated
+                is_outdated |= match.is_outdated
+        if is_outdated:
+            raise _Outdated
         return None
 
     def _known_call(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes] | None:
@@ -373,7 +381,7 @@ class StageTraces:
         """What ``cut`` gives on every rank.
 
         Raises:
-            CannotFollow: It failed on one of them, in a step that trains nothing, or for the plan's cuts in training.
+            CannotFollow: It failed on one of them: in training, as the step cannot be cut as the plan says.
         """
         made: _Cut | None = None
         failure: FxPipeError | None = None

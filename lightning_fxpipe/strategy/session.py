@@ -255,22 +255,19 @@ class Session:
     def _train(self, step: Step, batch: Any) -> Any:
         before = self._members.parameters  # a module's forward may give them other memory
         try:
-            if self._joint is None:
-                return self._train_in_stages(step, batch)
-        except CannotFollow as error:  # nothing has run: the step has other calls than the plan was made for
-            self._joint = self._joint_steps.instead_of_stages(error.reason)
-        output = self._joint.run(step, batch)
+            output = self._train_in_stages(step, batch) if self._joint is None else self._joint.run(step, batch)
+        except CannotFollow as signal:  # nothing has run: the step has other calls than the plan was made for
+            self._joint = self._joint_steps.instead_of_stages(signal.reason)
+            output = self._joint.run(step, batch)
         check_none_exchanged(before, self._members.renewed().parameters)
         return output
 
     def _train_in_stages(self, step: Step, batch: Any) -> Any:
-        before = self._members.parameters
         if self._old_gradients is None:
             self._old_gradients = OldGradients(self.module.trainer, self.module)
         outdated = self._old_gradients.parameters()
         may_stay = bool(outdated) and self._old_gradients.new_may_stay and not self._shared.are_held
         loss, output = self._run(replace(step, outdated=outdated, gradients_may_stay=may_stay), batch)
-        check_none_exchanged(before, self._members.renewed().parameters)
         if loss is None:
             self._runtime.passes.end_batch()
             return None

@@ -63,11 +63,11 @@ class CannotCut(_Because):
 
 
 class CannotFollow(_Because):
-    """A step that trains nothing cannot be cut as the plan says. Raised on every rank."""
+    """A step cannot be cut as the plan says. Raised on every rank, before a stage has run."""
 
 
 class StepFailed(CannotFollow):
-    """The same, found on the last stage's rank alone, after the others have done their part of the batch."""
+    """A step that trains nothing fails on the last stage's rank alone, after the others have done their part of the batch."""
 
 
 @dataclass

@@ -225,7 +225,7 @@ def test_each_generator_is_used_once_for_the_batch() -> None:
 
 
 def draw_from_all() -> list[float]:
-    """Of the normal numbers, of which generators make two at once, an odd number."""
+    """Draws from each generator; normal numbers, of which generators make two at once, in an odd number."""
     numbers = [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), numpy.random.randn()]
     return [*map(float, numbers), numpy.random.randn(), random.gauss(0, 1), *torch.rand(2).tolist()]
 

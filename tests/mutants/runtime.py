@@ -113,6 +113,20 @@ MUTANTS = [
         "a resumed step runs with the calls that it makes in its first epoch",
     ),
     Mutant(
+        "runtime/stage_traces.py",
+        "                is_outdated |= match.is_outdated\n",
+        "                if match.is_outdated:\n                    raise _Outdated\n",
+        ("ranks/test_late_calls.py::test_a_step_goes_back_to_the_trace_of_an_earlier_value",),
+        "a step whose flag goes to and fro is recorded in each step",
+    ),
+    Mutant(
+        "runtime/stage_traces.py",
+        "raise signal.reason from None",
+        "raise",
+        ("ranks/test_late_calls.py::test_calls_of_a_manual_step_that_no_longer_fit_the_cuts_are_refused_with_their_place",),
+        "the refusal of a call says neither where nor what to do",
+    ),
+    Mutant(
         "runtime/span_match.py",
         "is_outdated=is_outdated or (is_same and not fits),",
         "is_outdated=False,",

@@ -421,7 +421,7 @@ def _run_case(case: Case) -> Outcome:
     if left:
         for pid in left.keys() - {session}:
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        time.sleep(0.5)  # until they have written it
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     os.waitpid(session, 0)

@@ -124,11 +124,12 @@ class Run:
 def go(run: Run, folder: Path, stages: int) -> dict[str, Any]:
     """Does a run on one device (``stages=0``) or in a pipeline; returns what must agree."""
     if run.resume_from is not None:
-        _go(run, folder, stages, None)
-    return _go(run, folder, stages, run.resume_from and str(folder / run.resume_from))
+        run_once(run, folder, stages, None)
+    return run_once(run, folder, stages, run.resume_from and str(folder / run.resume_from))
 
 
-def _go(run: Run, folder: Path, stages: int, ckpt_path: str | None) -> dict[str, Any]:
+def run_once(run: Run, folder: Path, stages: int, ckpt_path: str | None) -> dict[str, Any]:
+    """Does a run from a checkpoint, if there is one; arguments and result as those of :func:`go`."""
     L.seed_everything(3, verbose=False)
     recorder = Recorder()
     module = run.module()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe.errors import FxPipeError
 from tests.lit import make_trainer
 from tests.ranks.pool import RankPool
-from tests.ranks.runs import NetWithLoss, Run, _go, compare, go
+from tests.ranks.runs import NetWithLoss, Run, compare, go, run_once
 
 
 class Consistent(NetWithLoss):
@@ -56,7 +57,7 @@ class Repeated(Consistent):
 
 
 class Counted(Consistent):
-    """As before, but the number of calls is known before the first one."""
+    """The number of calls is known before the first one."""
 
     def loss(self, batch: Any) -> Tensor:
         hidden = batch[0]
@@ -76,13 +77,70 @@ class Lazy(Consistent):
         return loss
 
 
+class TwoParts(nn.Module):
+    """Calls its parts in one order or the other, with a function that a flag chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)) for _ in range(2))
+        self.is_turned = self.is_flipped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in reversed(self.parts) if self.is_turned else self.parts:
+            x = torch.relu(part(x)) if self.is_flipped else torch.tanh(part(x))
+        return x
+
+
+class Turned(Consistent):
+    """Optimises by hand, and calls parts of the model in another order after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.backbone = TwoParts()
+
+    def on_train_epoch_start(self) -> None:
+        self.backbone.is_turned = self.current_epoch > 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.backbone(batch[0]).square().mean())
+        optimizer.step()
+
+
+class Flipped(Consistent):
+    """Has a flag that the recorded code reads, and that is the other one in each step, which needs a dry run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = TwoParts()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.backbone.is_flipped = not self.backbone.is_flipped
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.backbone(batch[0] * (1 + batch_idx % 2))
+        loss = nn.functional.cross_entropy(self.head(hidden * 1.1), batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+def has_few_traces(trainer: Any, module: Any, folder: Path) -> bool:
+    """True if the training step is traced once for each value of the flag and size of batch, at most."""
+    if not isinstance(trainer.strategy, FxPipeStrategy):
+        return True
+    return sum(made.step == "training_step" for made in trainer.strategy.session.trace_log.traces) <= 4
+
+
 MODULES = {"the module": Consistent, "backbone": ConsistentInside, "repeated": Repeated}
+GOING_ON = {"counted": Counted, "lazy": Lazy, "flipped": Flipped}
 
 
 def refused(name: str, folder: str) -> str:
     """The message that ends a run in its second epoch."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "limit_val_batches": 0}
-    module = MODULES[name]()
+    module = {**MODULES, "turned": Turned}[name]()
     trainer = make_trainer(devices=2, strategy=FxPipeStrategy(num_microbatches=2), **options)
     try:
         trainer.fit(module)
@@ -105,16 +163,28 @@ def test_a_call_that_begins_later_is_refused_with_what_to_do(
         pool.kill()
 
 
+def test_calls_of_a_manual_step_that_no_longer_fit_the_cuts_are_refused_with_their_place(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """Every rank runs the step already: there is no other way to go on."""
+    pool = ranks(2)
+    try:
+        for message in pool.run(refused, "turned", str(tmp_path)):
+            assert "in an order that the plan's stages cannot follow" in message
+            assert f"{__file__}:" in message
+    finally:
+        pool.kill()
+
+
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     """Resumes where the call begins; or goes on."""
     home = Path(folder) / f"{name}{stages}"
-    if name in ("counted", "lazy"):
-        module = Counted if name == "counted" else Lazy
-        return go(Run(module=module, options={"max_epochs": 2}), home, stages)
+    if name in GOING_ON:
+        return go(Run(module=GOING_ON[name], options={"max_epochs": 2}, look=has_few_traces), home, stages)
     keep = [ModelCheckpoint(home, save_last=True)]
     run = Run(module=MODULES[name], options={"max_epochs": 1, "enable_checkpointing": True}, callbacks=lambda _: keep)
-    _go(run, home, stages, None)
-    return _go(replace(run, options={"max_epochs": 2}, callbacks=lambda _: []), home, stages, str(home / "last.ckpt"))
+    run_once(run, home, stages, None)
+    return run_once(replace(run, options={"max_epochs": 2}, callbacks=lambda _: []), home, stages, str(home / "last.ckpt"))
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -133,3 +203,8 @@ def test_a_training_step_that_no_longer_fits_the_cuts_goes_on_on_every_rank(
 def test_a_training_step_may_make_a_further_call_every_few_steps(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     """In the steps between, a trace of one call is known, and in the next such step what is read has another value."""
     compare(ranks, do, ["lazy"], tmp_path, 2)
+
+
+def test_a_step_goes_back_to_the_trace_of_an_earlier_value(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """A trace that is out of date for this value is no reason to record: another one may hold."""
+    compare(ranks, do, ["flipped"], tmp_path, 2)

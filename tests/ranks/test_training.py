@@ -111,7 +111,7 @@ def test_data_that_differs_between_ranks_is_refused(ranks: Ranks) -> None:
 
 
 def unseeded_fit(options: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
-    """Trains from a generator that is in another state on each rank, as if nobody had seeded it; or from a seed."""
+    """Trains from a seed; by default from another one on each rank, as if no code had seeded the generator."""
     module, recorder = NoisyStep("mlp"), Recorder()
     seed = 70 + int(os.environ["RANK"]) if seed is None else seed
     torch.manual_seed(seed)  # after the model, which seeds itself
