@@ -1,4 +1,4 @@
-"""Plain values that modules may leave for each other, and the recordings that try whether they do."""
+"""Values that modules may leave for each other, and the recordings that try whether they do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from lightning_fxpipe.tracing.reachable import place_of
+from lightning_fxpipe.tracing.reachable import is_plain_value, place_of
 from lightning_fxpipe.user_code.paths import Difference, Path
 
 
@@ -29,6 +29,11 @@ class Exchange:
     def place(self) -> Path:
         """Path of the place."""
         return place_of(self.difference)
+
+    @property
+    def is_plain(self) -> bool:
+        """False where it is a tensor, of one recording."""
+        return is_plain_value(self.difference.value)
 
 
 class Round(Enum):
@@ -72,7 +77,8 @@ class Trial:
     def others_for(self, path: str) -> list[Exchange]:
         """Returns the exchanges in whose places a module finds other values in this round."""
         if self.round is Round.OTHER_VALUES:
-            return [each for each in self.exchanges if each.reader == path and each.place not in self.settled]
+            live = (each for each in self.exchanges if each.is_plain and each.place not in self.settled)
+            return [each for each in live if each.reader == path]
         if self.round is Round.OTHER_SETTLED:
             return [each for each in self.exchanges if path in (each.reader, *each.writers) and each.place in self.settled]
         return []

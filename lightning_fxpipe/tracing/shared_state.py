@@ -1,4 +1,4 @@
-"""Finds code that depends on plain values that other modules leave for it in an object that both can reach.
+"""Finds code that depends on values that other modules leave for it in an object that both can reach.
 
 Blocks may count in a dict that all of them have, one sets a flag on a configuration that another one reads, or the code around
 them stores there which of them comes next. Another stage has a copy of the object, which does not change. So:
@@ -15,7 +15,8 @@ them stores there which of them comes next. Another stage has a copy of the obje
    stage; the model is refused where that would be all of it. Modules that make the same calls are left alone: no result follows
    from most counts, timers and flags.
 
-Tensors are not looked at here, see ``tracing.state_reads`` and ``tracing.tensors_in_place``.
+Tensors are looked at here only where they follow neither from inputs nor from weights, such as a mask that one block leaves for
+the others. For the rest see ``tracing.state_reads`` and ``tracing.tensors_in_place``.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ class SharedState:
         self._roots = roots_of(settings.modules.get("", nn.Module()))[0]
         self._readers = Readers(self._roots)
         self._paths = {id(module): path for path, module in settings.modules.items()}
-        self._changes = _Changes(settings, begins_with_first_call)
+        self._changes = _Changes(settings, follows, begins_with_first_call)
         self._exchanges: dict[tuple[Path, str], Exchange] = {}
         self._has_own_code: dict[str, bool] = {}
         self._ran: dict[str, nn.Module] = {}  # whole modules with code that is not torch's own
         self._moved: set[Path] = set()
         self._used_in_hooks: frozenset[str] | None = None
-        self._calls = _Calls(follows)
+        self._calls = _Calls(follows, settings)
         self._trial = self._learned.trial
         self.is_trying = self._trial is not None
         is_together = self._trial is None or self._trial.round is Round.TOGETHER
@@ -176,7 +177,7 @@ class SharedState:
 
     def _trial_of_exchanges(self) -> Trial:
         places = {place for place, _ in self._exchanges}
-        at_end = tuple(each for place, each in self._changes.note(AROUND).items() if place in places)
+        at_end = [each for place, each in self._changes.note(AROUND).items() if place in places and is_plain_value(each.value)]
         return Trial(tuple(self._exchanges.values()), left_by_all=tuple(map(_without_symbols, at_end)))
 
     def _after(self, trial: Trial, opened: Collection[str], label: str) -> Trial | None:
@@ -197,7 +198,7 @@ class SharedState:
             return None
         if dependent:
             raise self._refusal(next(each for each in trial.exchanges if each.reader == dependent[0]), opened, label)
-        is_live = any(each.place not in trial.settled for each in trial.exchanges)
+        is_live = any(each.place not in trial.settled and each.is_plain for each in trial.exchanges)
         if trial.round is not Round.OTHER_VALUES and is_live:
             return replace(trial, round=Round.OTHER_VALUES)
         if trial.settled:
@@ -233,7 +234,7 @@ class SharedState:
         """Values that whole modules set on the LightningModule, or in objects of it that its hooks use, on every rank."""
         root = self._modules.get("")
         for place, difference in self._changes.note(AROUND).items():
-            writers = self._changes.writers(place) - {AROUND, ""}
+            writers = self._changes.writers(place) - {AROUND, ""} if is_plain_value(difference.value) else ()
             if writers and (self._readers.owner(place) is root or self._is_for_hooks(place)):
                 yield Exchange(difference, frozenset(writers), _HOOKS)
         for place, (difference, writer) in self._changes.tensors.items():
@@ -289,8 +290,8 @@ class SharedState:
 class _Changes:
     """Differences of user state from the region's beginning, and whose they are."""
 
-    def __init__(self, settings: RecorderSettings, begins_with_first_call: bool) -> None:
-        self._before = settings.before
+    def __init__(self, settings: RecorderSettings, follows: Callable[[Tensor], bool], begins_with_first_call: bool) -> None:
+        self._before, self._follows = settings.before, follows
         found = {} if settings.before is None else dict(settings.before.reached_from("self", "trainer.callbacks"))
         modules = {index: record.owner for index, record in found.items() if isinstance(record.owner, nn.Module)}
         # All modules have changed since, as their tensors have been exchanged for fakes.
@@ -316,11 +317,14 @@ class _Changes:
         now = dict(self._lost)
         if self._before is not None:
             changed = [index for index, (new, old) in self._attributes.items() if not same_mapping(new, old)]
-            found = [*self._before.differences([*self._others, *changed, *(self._large if with_large else ())])]
+            shared = [*self._before.differences([*self._others, *(self._large if with_large else ())])]
+            found = [*shared, *self._before.differences(changed)]
             with_tensors = {place_of(each): each for each in found if not is_plain_value(each.value)}
-            self._had_tensors |= with_tensors.keys()
+            constants = {place_of(each): each for each in shared if self._is_made_of_constants(each.value)}
+            self._had_tensors |= with_tensors.keys() - constants.keys()
             self.tensors |= {place: (each, writer) for place, each in with_tensors.items() if place not in self.tensors}
-            now |= {place_of(each): each for each in found if _is_plain(each) and place_of(each) not in self._had_tensors}
+            now |= constants | {place_of(each): each for each in found if _is_plain(each)}
+            now = {place: each for place, each in now.items() if place not in self._had_tensors}
         if not self._has_begun:  # every rank has run the code up to here
             self._has_begun, self._at_begin = True, now
         now = {place: each for place, each in now.items() if not _is_same(each, self._at_begin.get(place))}
@@ -328,14 +332,21 @@ class _Changes:
             if not _is_same(now.get(place), self._last.get(place)):
                 self._writers.setdefault(place, set()).add(writer)
         self._last = now
-        self._all |= now
+        self._all |= {place: each for place, each in now.items() if is_plain_value(each.value)}
         return now
+
+    def _is_made_of_constants(self, value: Any) -> bool:
+        """True where none of the tensors in a value, and there are some, follows from inputs or weights."""
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (Tensor, nn.Module))]
+        return bool(leaves) and all(isinstance(leaf, Tensor) and not self._follows(leaf) for leaf in leaves)
 
     def note_lost(self, writer: str) -> None:
         """The changes since the last call are ``writer``'s, and will be put back."""
         known = dict(self._last)
         now = self.note(writer)
-        new = {place: each for place, each in now.items() if not _is_same(each, known.get(place))}
+        new = {
+            place: each for place, each in now.items() if not _is_same(each, known.get(place)) and is_plain_value(each.value)
+        }
         self._lost |= {place: _without_symbols(each) for place, each in new.items()}
 
     def put_back_lost(self, roots: Mapping[str, Any]) -> None:
@@ -356,12 +367,14 @@ class _Changes:
 class _Calls:
     """Torch calls in one recording, in words, by the whole module that makes them.
 
-    Of tensors made of constants the words say how they were made: such a call counts where its result is used.
+    Of tensors made of constants the words say how they were made: such a call counts where its result is used. Of buffers and
+    other tensors that were there before they say which it is.
     """
 
-    def __init__(self, follows: Callable[[Tensor], bool]) -> None:
+    def __init__(self, follows: Callable[[Tensor], bool], settings: RecorderSettings) -> None:
         self.running: str | None = None
         self._follows = follows
+        self._fqns, self._before = settings.tensor_fqns, settings.before
         self._by_path: dict[str, list[str]] = {}
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
@@ -406,7 +419,11 @@ class _Calls:
 
     def _word(self, tensor: Tensor) -> str:
         ref, words = self._made.get(id(tensor), (None, ""))
-        return words if ref is not None and ref() is tensor else "_"
+        if ref is not None and ref() is tensor:
+            return words
+        if isinstance(tensor, nn.Parameter) or self._follows(tensor) or self._before is None:
+            return "_"
+        return str(self._fqns.get(id(tensor)) or self._before.place_of(tensor) or "_")
 
 
 def _is_plain(difference: Difference) -> bool:

@@ -464,8 +464,22 @@ MUTANTS = [
                 "shared_state",
                 "if calls.get(path) != trial.together.get(path)",
                 "if False",
-                "test_a_number_that_a_module_leaves_for_another_is_refused",
+                "test_a_value_that_a_module_leaves_for_another_is_refused",
                 "layers in different stages count for themselves",
+            ),
+            (
+                "shared_state",
+                "constants = {place_of(each): each for each in shared if self._is_made_of_constants(each.value)}",
+                "constants: dict[Path, Difference] = {}",
+                "test_a_value_that_a_module_leaves_for_another_is_refused",
+                "a mask that one layer leaves for the others is the constructor's in their stages",
+            ),
+            (
+                "shared_state",
+                'str(self._fqns.get(id(tensor)) or self._before.place_of(tensor) or "_")',
+                '"_"',
+                "test_a_value_that_a_module_leaves_for_another_is_refused",
+                "a layer uses its own buffer in place of the one that another has left",
             ),
             (
                 "shared_state",
@@ -499,7 +513,7 @@ MUTANTS = [
                 "shared_state",
                 "        if trial.round is Round.ALONE and dependent and self._views is not None:\n",
                 "        if False:\n",
-                "test_numbers_that_no_other_module_uses_are_left_alone",
+                "test_values_that_no_other_module_uses_are_left_alone",
                 "a cache that each stage would fill by itself is refused",
             ),
             (
@@ -513,7 +527,7 @@ MUTANTS = [
                 "views",
                 "            self._left[path] = [slot.with_other_values(contents, values) for slot, contents in before]\n",
                 "            pass\n",
-                "test_a_number_that_a_module_leaves_for_another_is_refused",
+                "test_a_value_that_a_module_leaves_for_another_is_refused",
                 "a layer that warms up after some steps does so in one stage only",
             ),
             (

@@ -1,4 +1,4 @@
-"""Plain values that modules leave for each other in an object that both can reach."""
+"""Values that modules leave for each other in an object that both can reach."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Block(nn.Module):
         self.linear, self.does, self.shared = nn.Linear(WIDTH, WIDTH), does, shared
         self.own: dict[str, int] = {}
         self.known: list[nn.Module] = []
+        self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.does(self, x))
@@ -244,6 +245,20 @@ def fills_a_cache(block: Block, x: Tensor) -> Tensor:
     return x + block.shared.by_name["table"]
 
 
+def leaves_a_mask(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name["mask"] = torch.ones(WIDTH) * 2
+    return x
+
+
+def leaves_its_buffer(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name["mask"] = block.scale
+    return x
+
+
+def uses_the_mask(block: Block, x: Tensor) -> Tensor:
+    return x * block.shared.by_name.get("mask", block.scale)
+
+
 def counts_on_another(block: Block, x: Tensor) -> Tensor:
     for known in block.known:
         known.count += 1
@@ -272,12 +287,14 @@ REFUSED: dict[str, tuple[tuple[Callable[[Block, Tensor], Tensor], ...], str]] = 
     "a list": ((adds_to_a_list, uses_the_list), "self.shared.listed"),
     "a set": ((adds_to_a_set, uses_the_set), "self.shared.seen"),
     "a class": ((adds_to_a_class, uses_the_class), r"type\(self.blocks.0\).calls"),
+    "a tensor made of constants": ((leaves_a_mask, uses_the_mask), "self.shared.by_name['mask']"),
+    "a buffer": ((leaves_its_buffer, uses_the_mask), "self.shared.by_name['mask']"),
     "a global variable": ((adds_to_a_global, uses_the_global), f"{__name__}.total"),
 }
 
 
 @pytest.mark.parametrize(("does", "name"), REFUSED.values(), ids=REFUSED)
-def test_a_number_that_a_module_leaves_for_another_is_refused(does: Any, name: str) -> None:
+def test_a_value_that_a_module_leaves_for_another_is_refused(does: Any, name: str) -> None:
     """Each block may be in a stage of its own, and the object that they know is another one there."""
     model = Blocks(*does)
     with pytest.raises(FxPipeError, match=f"{LEFT}: {name}".replace("[", r"\[")) as raised:
@@ -453,7 +470,7 @@ def test_a_hook_knows_what_its_module_does_not() -> None:
     ],
     ids=["counter", "list", "class", "global list", "a flag set once", "a cache", "a first call", "its own", "one alone"],
 )
-def test_numbers_that_no_other_module_uses_are_left_alone(does: Any) -> None:
+def test_values_that_no_other_module_uses_are_left_alone(does: Any) -> None:
     """They are counts and notes, or the same in every run."""
     model = Blocks(*does)
     expected = [f"blocks.{index}" for index in range(len(does))]
