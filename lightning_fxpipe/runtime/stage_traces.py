@@ -27,8 +27,9 @@ from lightning_fxpipe.runtime.number_inputs import NumberInputs
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.runtime.span_match import SpanMatch, match_span
 from lightning_fxpipe.stages.build import Stage, build_stage, stages_with_inputs
+from lightning_fxpipe.tracing.comparable import Steps
 from lightning_fxpipe.tracing.discovery import regions
-from lightning_fxpipe.tracing.guards import GuardKey, Steps, Varying, name_of_guard
+from lightning_fxpipe.tracing.guards import GuardKey, Varying, name_of_guard
 from lightning_fxpipe.tracing.held_numbers import NumberPlace
 from lightning_fxpipe.tracing.prelude import PreludeFacts
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign

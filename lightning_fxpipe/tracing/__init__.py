@@ -26,7 +26,7 @@ Recording it
     - ``signals``: what ends a recording before its time.
 
 What a trace depends on
-    - ``guards``: plain attributes that it has read, compared before each batch (``runtime.batch_traces`` asks).
+    - ``guards``, ``comparable``: what it has read, compared before each batch (``runtime.batch_traces`` asks).
     - ``code_guards``, ``structure_guards``: global variables and classes; the modules that it calls, and their hooks.
     - ``held_tensors``, ``held_numbers``, ``number_arguments``: tensors that it has from elsewhere, and numbers that change.
     - ``trace_log``: tells when a step is traced again, and why.

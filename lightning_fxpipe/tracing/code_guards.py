@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.tracing.guards import GuardKey, Unplain, snapshot
+from lightning_fxpipe.tracing.comparable import Unplain, comparable
+from lightning_fxpipe.tracing.guards import GuardKey
 from lightning_fxpipe.user_code.code_names import globals_read, is_own_code, names_of
 from lightning_fxpipe.user_code.kinds import is_users
 
@@ -92,7 +93,7 @@ def code_guards(root: nn.Module, opened: Iterable[str], functions: Iterable[Any]
             if begin[:1] != ("forward",) and isinstance(key, tuple):
                 continue  # a function may run before what is recorded; of modules it is noted what that reads
             with suppress(Unplain):
-                found.setdefault(key, snapshot(value))
+                found.setdefault(key, comparable(value))
     return found
 
 

@@ -12,16 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from types import BuiltinFunctionType, FunctionType, MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, Protocol
 
-import numpy as np
 from torch import nn
 
 from lightning_fxpipe._compat.lightning import watched_trainer_counters
 from lightning_fxpipe._compat.torch import patched_attributes, registries
 from lightning_fxpipe.metrics.metric_calls import METRICS
-from lightning_fxpipe.user_code.code_contents import contents_of_function
+from lightning_fxpipe.tracing.comparable import Steps, Unplain, comparable
 from lightning_fxpipe.user_code.code_names import is_own_code
 
 
@@ -74,30 +73,19 @@ class AttributeOfOther:
 
 # (path of the module, name of the attribute); the Trainer's counters have None as path.
 GuardKey = tuple[str | None, str] | OtherKey
-# Steps from what a guard names to something inside: entries of containers and attributes of objects.
-Steps = tuple[tuple[str, Any], ...]
-ITEM, ATTRIBUTE = "item", "attribute"
 # By guard, steps to numbers that are inputs of a graph.
 Varying = Mapping[GuardKey, Collection[Steps]]
 NOTHING_VARIES: Varying = MappingProxyType({})
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Attributes that each module has from torch.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
 _NO_SETTINGS = ("torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning", "logging")
 _LOOKS_INTO_ALL = (nn.Module.__module__, "lightning_fxpipe.")
-_DEPTHS = (6, 3, 1)
-_MAX_ENTRIES = 256
-_MAX_ARRAY_BYTES = 2**20
 # Where the numbers lie that a module is called with (``tracing.number_arguments``).
 NUMBER_ARGUMENTS = "_fxpipe_number_arguments"
 # Values of an attribute that a module does not have, and of one that is a tensor now: code may set None.
 _ABSENT = ("no such attribute",)
 _NOT_PLAIN = ("no plain value",)
-
-
-class Unplain(Exception):
-    """A value is nothing that can be compared."""
 
 
 @contextmanager
@@ -133,7 +121,7 @@ def noted_guards(
     def note(key: GuardKey, value: Any) -> None:
         if key not in guards and key not in read_after_set:  # what it was when it was read first
             with suppress(Unplain):
-                found = snapshot(value)
+                found = comparable(value)
                 if between is not None and between.has_set_by_now():
                     read_after_set.add(key)
                 else:
@@ -165,6 +153,8 @@ def noted_guards(
             raise
         finally:
             is_nested = False
+        if isinstance(value, MethodType) and name not in vars(module):
+            return value  # a method of its class
         if path is not None:
             all_attributes.add((path, name))
             return noted((path, name), value)
@@ -211,7 +201,7 @@ def guarded_values(root: nn.Module, keys: Iterable[GuardKey], varying: Varying =
     found: dict[GuardKey, Any] = {}
     for key in keys:
         try:
-            found[key] = snapshot(value_of(root, key), varying.get(key, ()))
+            found[key] = comparable(value_of(root, key), varying.get(key, ()))
         except Unplain:
             found[key] = _NOT_PLAIN
     return found
@@ -240,69 +230,3 @@ def name_of_guard(key: GuardKey) -> str:
     if name == NUMBER_ARGUMENTS:
         return f"the arguments of {path or 'the module'}"
     return f"trainer.{name}" if path is None else f"{path}.{name}".lstrip(".")
-
-
-def snapshot(value: Any, varying: Collection[Steps] = ()) -> Any:
-    """A value that can be compared and hashed: of containers and plain objects, what is in them, as deep as it is not too much.
-
-    Args:
-        value: The value.
-        varying: Steps to what stands as None in it.
-
-    Raises:
-        Unplain: It is none, or too large.
-    """
-    for depth in _DEPTHS[:-1]:
-        with suppress(Unplain):
-            return _snapshot(value, depth, varying)
-    return _snapshot(value, _DEPTHS[-1], varying)
-
-
-def _snapshot(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
-    left = [_MAX_ENTRIES]
-
-    def taken(value: Any, depth: int, steps: Steps = ()) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Unplain
-        if varying and steps in varying:
-            return None
-        if isinstance(value, _PLAIN):
-            return value if value == value else "nan"
-        if isinstance(value, (np.ndarray, np.generic)):
-            return _of_array(np.asarray(value))
-        if depth == max_depth:
-            return None
-        if isinstance(value, (list, tuple)):
-            return tuple(taken(item, depth + 1, (*steps, (ITEM, index))) for index, item in enumerate(value))
-        if isinstance(value, dict):
-            return entries(value, depth, steps, ITEM)
-        if isinstance(value, FunctionType):
-            held = contents_of_function(value) if is_own_code(value.__module__ or "") else {}
-            return value.__code__, entries(held, depth + 1, steps, ATTRIBUTE)
-        if isinstance(value, BuiltinFunctionType):
-            return value
-        # What modules hold is read from them, and compared by itself.
-        is_open = _is_settings(value) and not isinstance(value, nn.Module)
-        return entries(vars(value), depth + 1, steps, ATTRIBUTE) if is_open else None
-
-    def entries(values: Mapping[Any, Any], depth: int, steps: Steps, kind: str) -> Any:
-        return tuple((str(key), taken(item, depth + 1, (*steps, (kind, key)))) for key, item in values.items())
-
-    if isinstance(value, (*_PLAIN, list, tuple, dict, np.ndarray, np.generic, FunctionType, BuiltinFunctionType)):
-        return taken(value, 0)
-    if _is_settings(value):
-        return entries(vars(value), 0, (), ATTRIBUTE)
-    raise Unplain
-
-
-def _of_array(value: np.ndarray) -> Any:
-    if value.dtype.hasobject or value.nbytes > _MAX_ARRAY_BYTES:
-        raise Unplain
-    return value.dtype.str, value.shape, value.tobytes()
-
-
-def _is_settings(value: Any) -> bool:
-    """Whether an object is one that holds settings: of a user's or library's own class, with attributes."""
-    home = type(value).__module__.split(".")[0]
-    return hasattr(value, "__dict__") and home not in _NO_SETTINGS

@@ -23,17 +23,15 @@ from torch.fx.node import map_aggregate
 
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size_of
 from lightning_fxpipe.tracing.code_guards import CodeKey
+from lightning_fxpipe.tracing.comparable import Held, Steps, comparable, parts_of
 from lightning_fxpipe.tracing.guards import (
-    ATTRIBUTE,
-    ITEM,
     AttributeOfOther,
     GuardKey,
-    Steps,
     Varying,
     name_of_guard,
-    snapshot,
     value_of,
 )
+from lightning_fxpipe.user_code.paths import kind_of_step, look
 
 _MAX_NUMBERS = 16
 
@@ -51,25 +49,25 @@ class NumberPlace:
     steps: Steps = ()
 
     def __str__(self) -> str:
-        words = (f".{key}" if kind == ATTRIBUTE else f"[{key!r}]" for kind, key in self.steps)
+        words = (f"[{key!r}]" if kind in ("index", "key") else f".{key}" for kind, key in self.steps)
         return name_of_guard(self.guard) + "".join(words)
 
     def look(self, root: nn.Module) -> Any:
         """Returns what is there now; None where there is nothing."""
         found = value_of(root, self.guard)
         try:
-            for kind, key in self.steps:
-                found = vars(found)[key] if kind == ATTRIBUTE else found[key]
-        except (KeyError, IndexError, TypeError):
+            for step in self.steps:
+                found = look(found, step)
+        except (KeyError, IndexError, AttributeError):
             return None
         return found
 
     def owner(self, root: nn.Module) -> Any:
-        """Returns the object, list or dict whose own entry or attribute the number is; None where it is computed, or fixed."""
+        """Returns the object or container whose own attribute or entry the number is; None where it is computed, or fixed."""
         if self.steps:
             owner = NumberPlace(self.guard, self.steps[:-1]).look(root)
             is_own = NumberPlace(self.guard).owner(root) is not None
-            return owner if is_own and (self.steps[-1][0] == ATTRIBUTE or isinstance(owner, (list, dict))) else None
+            return owner if is_own and kind_of_step(owner, self.steps[-1][0]).can_change else None
         if isinstance(self.guard, CodeKey):
             return self.guard.owner()
         if isinstance(self.guard, AttributeOfOther):
@@ -88,14 +86,14 @@ class NumberPlace:
 
     def set(self, root: nn.Module, value: Any) -> None:
         """Puts another value there."""
-        kind, key = self.steps[-1] if self.steps else (ATTRIBUTE, self._name)
         owner = self.owner(root)
-        if kind == ITEM:
-            owner[key] = value
+        if self.steps:
+            kind, key = self.steps[-1]
+            kind_of_step(owner, kind).set(owner, key, value)
         elif isinstance(owner, type):
-            setattr(owner, key, value)
+            setattr(owner, self._name, value)
         else:
-            vars(owner)[key] = value
+            vars(owner)[self._name] = value
 
     @property
     def _name(self) -> str:
@@ -126,9 +124,8 @@ class CallArgument:
 
 def is_number(value: Any) -> bool:
     """True for what may become a symbol: an integer or a finite float, of Python or of numpy."""
-    return (isinstance(value, (int, np.integer)) and not isinstance(value, bool)) or (
-        isinstance(value, (float, np.floating)) and math.isfinite(value)
-    )
+    is_integer = type(value) is int or isinstance(value, np.integer)
+    return is_integer or ((type(value) is float or isinstance(value, np.floating)) and math.isfinite(value))
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,29 +261,16 @@ def changed_numbers(root: nn.Module, key: GuardKey, before: Any) -> list[NumberP
     def compare(value: Any, old: Any, steps: Steps) -> None:
         if is_number(value):
             is_numpys = isinstance(value, np.generic) and isinstance(old, tuple)
-            if (type(old) is type(value) or is_numpys) and old != snapshot(value):
+            if (type(old) is type(value) or is_numpys) and old != comparable(value):
                 found.append(NumberPlace(key, steps))
-            return
-        for step, item, other in _entries(value, old):
-            compare(item, other, (*steps, step))
+        elif isinstance(old, Held):
+            parts = list(parts_of(value))
+            if [kind for (kind, _), _ in parts] == [kind for (kind, _), _ in old.entries]:
+                for (step, item), (_, other) in zip(parts, old.entries, strict=True):
+                    compare(item, other, (*steps, step))
 
     compare(value_of(root, key), before, ())
     return found if len(found) <= _MAX_NUMBERS else []
-
-
-def _entries(value: Any, old: Any) -> Iterator[tuple[tuple[str, Any], Any, Any]]:
-    """Yields what is in a container or an object, with what a snapshot has of it."""
-    if not isinstance(old, tuple):
-        return
-    if isinstance(value, (list, tuple)) and len(value) == len(old):
-        yield from (((ITEM, index), item, other) for index, (item, other) in enumerate(zip(value, old, strict=True)))
-        return
-    kind = ITEM if isinstance(value, dict) else ATTRIBUTE
-    entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    if len(entries) == len(old) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in old):
-        for (key, item), (name, other) in zip(entries.items(), old, strict=True):
-            if str(key) == name:
-                yield (kind, key), item, other
 
 
 def failing_numbers(

@@ -28,6 +28,12 @@ from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import outside_fakes
 
 ABSENT: Any = object()
+
+
+def _set_nothing(value: Any, key: Any, new: Any) -> None:
+    """Of what cannot change."""
+
+
 # A larger container is data; an array or buffer of more bytes too.
 MAX_ENTRIES = 2_000_000
 MAX_ARRAY_BYTES = 16 * 2**20
@@ -54,9 +60,14 @@ class Kind:
     entries: Callable[[Any], Iterable[tuple[Any, Any]]] = lambda contents: contents.items()
     look: Callable[[Any, Any], Any] = getitem
     put: Callable[[Any, Any], None] = lambda value, contents: None
-    set: Callable[[Any, Any, Any], None] = lambda value, key, new: None
+    set: Callable[[Any, Any, Any], None] = _set_nothing
     is_same: Callable[[Any, Any], bool] = lambda one, other: True
     peek: Callable[[Any], Any] | None = None
+
+    @property
+    def can_change(self) -> bool:
+        """True where :attr:`set` changes something."""
+        return self.set is not _set_nothing
 
     def is_still(self, owner: Any, contents: Any) -> bool:
         """Whether an object still has such contents."""
@@ -335,7 +346,7 @@ MODULE = Kind(
 SLOTS = kind_by_name("slot", _take_slots, _set_slot)
 MAPPING = Kind(
     "key",
-    _if_small(lambda value: dict(_base_of(value).items(value))),
+    _if_small(lambda value: value.copy() if type(value) is dict else dict(_base_of(value).items(value))),
     look=lambda value, key: _base_of(value).__getitem__(value, key),
     put=_put_mapping,
     set=set_key,

@@ -6,7 +6,9 @@ import re
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList
 from datetime import date, timedelta
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from functools import lru_cache
 from logging import Logger
 from pathlib import PurePath
@@ -29,11 +31,12 @@ from lightning_fxpipe.user_code.iterators import ITERATOR, Rewindable
 def kinds_of(value: Any) -> tuple[Kind, ...]:
     """The kinds of contents that an object has, by its class; none for what cannot change or is left alone."""
     cls: Any = type(value)
-    return _kinds_of_class(cls)
+    return kinds_of_class(cls)
 
 
 @lru_cache(maxsize=4096)
-def _kinds_of_class(cls: type) -> tuple[Kind, ...]:
+def kinds_of_class(cls: type) -> tuple[Kind, ...]:
+    """As :func:`kinds_of`."""
     for base, kind in CONTAINERS:
         if issubclass(cls, base):
             return (kind, *_object_kinds(cls)) if cls is not base and is_users(cls) else (kind,)
@@ -63,12 +66,16 @@ def _holds_data(cls: type) -> bool:
     return "Callback" in bases and "ProgressBar" not in bases
 
 
-def is_unchanging(value: Any) -> bool:
-    """True if an object without contents cannot change: such as a path, a dtype or a function written in C."""
-    return isinstance(value, _UNCHANGING) or (callable(value) and not hasattr(value, "__dict__"))
+def is_unchanging(cls: type) -> bool:
+    """True if objects of a class without contents cannot change: such as a path, a fraction, a dtype or a function of C."""
+    is_function = any("__call__" in vars(base) for base in cls.__mro__)
+    return issubclass(cls, _UNCHANGING) or (is_function and not cls.__dictoffset__)
 
 
-_UNCHANGING = (Enum, PurePath, np.generic, np.dtype, torch.dtype, torch.device, ModuleType, re.Pattern, date, timedelta, Logger)
+_UNCHANGING = (
+    *(Enum, PurePath, range, slice, Decimal, Fraction, date, timedelta, re.Pattern, ModuleType, Logger),
+    *(np.generic, np.dtype, torch.dtype, torch.device),
+)
 _PLAIN_HOLDERS = (
     *(Namespace, SimpleNamespace, UserDict, UserList, ChainMap),
     *(WeakKeyDictionary, WeakValueDictionary, WeakSet, Queue, LifoQueue, PriorityQueue),

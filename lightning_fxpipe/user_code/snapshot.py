@@ -330,7 +330,7 @@ class Snapshot:
             kinds = (ATTRIBUTES,)
         indices = [index for kind in kinds if (index := self._remember(value, kind, parent, key)) >= 0]
         if not indices:
-            if not is_unchanging(value):
+            if not is_unchanging(cls):
                 self.left_alone.add(cls)
             return
         if isinstance(value, Globals):

@@ -162,19 +162,47 @@ MUTANTS = [
         ("strategy/test_set_before_call.py::test_what_a_forward_sets_for_its_submodules_counts",),
         "a stage has what was there before a forward has set it",
     ),
-    Mutant(
-        _GUARDS,
-        'return value if value == value else "nan"',
-        "return value",
-        (f"{_TEST_GUARDS}::test_a_snapshot_compares_contents_and_not_objects",),
-        "a nan among the settings makes a new trace for each batch",
+    *(
+        Mutant("tracing/comparable.py", before, after, (f"tracing/test_comparable.py::{test}",), harm)
+        for before, after, test, harm in (
+            (
+                'return value if value == value else "nan"',
+                "return value",
+                "test_another_value_is_noticed_and_an_equal_one_is_the_same",
+                "a nan among the settings makes a new trace for each batch",
+            ),
+            (
+                "    return value.dtype.str, value.shape, value.tobytes()\n",
+                "    return value.dtype.str, value.shape\n",
+                "test_another_value_is_noticed_and_an_equal_one_is_the_same",
+                "another array of the same shape is not noticed",
+            ),
+            (
+                'frozenset({"attribute", "slot"})',
+                'frozenset({"attribute"})',
+                "test_another_value_is_noticed_and_an_equal_one_is_the_same",
+                "settings in an object with slots keep their first values",
+            ),
+            (
+                "            return _Large(kind, contents)\n",
+                "            return _Large(kind, ())\n",
+                "test_another_value_is_noticed_and_an_equal_one_is_the_same",
+                "a long list of settings keeps its first values",
+            ),
+            (
+                "            return value if _stands_for_itself(cls) else _OTHER\n",
+                "            return _OTHER\n",
+                "test_another_value_is_noticed_and_an_equal_one_is_the_same",
+                "a path, a decimal or a dtype keeps its first value",
+            ),
+        )
     ),
     Mutant(
-        _GUARDS,
-        "    return value.dtype.str, value.shape, value.tobytes()\n",
-        "    return value.dtype.str, value.shape\n",
-        ("tracing/test_guards.py::test_arrays_of_one_shape_are_told_apart",),
-        "another array of the same shape is not noticed",
+        "tracing/held_numbers.py",
+        "kind_of_step(owner, self.steps[-1][0]).can_change else None",
+        "True else None",
+        ("strategy/test_values_read.py::test_a_value_that_changes_between_steps_counts_whatever_holds_it",),
+        "a number in what cannot change is taken for an input, and keeps its first value",
     ),
     Mutant(
         "tracing/structure_guards.py",

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_fxpipe.tracing.code_guards import CodeKey, RunKey, code_guards
-from lightning_fxpipe.tracing.guards import failed_guards, guarded_values, name_of_guard, snapshot
+from lightning_fxpipe.tracing.guards import failed_guards, guarded_values, name_of_guard
 
 SCALE = 1.0
 OPTIONS = {"dropout": 0.1, "layers": [1, 2]}
@@ -139,16 +139,3 @@ def test_rates_and_callbacks_are_read_where_code_names_them() -> None:
 def test_a_module_without_a_trainer_has_no_rates() -> None:
     module = AsksTheRun()
     assert set(guarded_values(module, code_guards(module, [""])).values()) <= {None}
-
-
-def test_a_value_is_compared_as_deep_as_it_is_not_too_much() -> None:
-    big = {"scale": 1.0, "data": [[index] * 3 for index in range(90)]}
-    before = snapshot(big)
-    big["scale"] = 2.0
-    assert snapshot(big) != before
-    nested = SimpleNamespace(model=SimpleNamespace(scale=1.0), layer=Model())
-    before = snapshot(nested)
-    nested.layer.extra = 3
-    assert snapshot(nested) == before
-    nested.model.scale = 2.0
-    assert snapshot(nested) != before
