@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
 from lightning_fxpipe._compat.torch import patched_attributes
@@ -232,8 +234,16 @@ def _noted_logger() -> Any:
 
 
 @contextmanager
-def watched_trainer_counters(module: Any, read_as: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Has reads of the Trainer's counters, of what runs now and of how much there is return what ``read_as`` makes of them."""
+def watched_trainer(
+    module: Any, read_as: Callable[[str, Any], Any], read_other_as: Callable[[str, Any, FrameType], Any]
+) -> Iterator[None]:
+    """Has reads of the Trainer's attributes return what others make of them.
+
+    Args:
+        module: The LightningModule; another module has no Trainer.
+        read_as: Of the counters, what runs now and how much there is, by name and value; whoever reads them.
+        read_other_as: Of all others, but for methods; it gets the frame that reads, too, which may be Lightning's own.
+    """
     trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         yield
@@ -250,8 +260,34 @@ def watched_trainer_counters(module: Any, read_as: Callable[[str, Any], Any]) ->
 
         return property(read)
 
-    with patched_attributes(*((own, name, watched(name)) for name in _RUN_STATE)):
+    def read_any(trainer: Any, name: str) -> Any:
+        value = object.__getattribute__(trainer, name)
+        if name in _RUN_STATE or name.startswith("_") or isinstance(value, MethodType):
+            return value
+        return read_other_as(name, value, sys._getframe(1))
+
+    with patched_attributes(*((own, name, watched(name)) for name in _RUN_STATE), (own, "__getattribute__", read_any)):
         yield
+
+
+def trainer_value(name: str, value: Any) -> Any:
+    """Returns what counts of an attribute of the Trainer: of metrics their numbers, of a loop how far it is. Lightning 2.6."""
+    if name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+        return {key: float(metric) for key, metric in value.items() if not isinstance(metric, Tensor) or metric.numel() == 1}
+    return _progress_of(value) if name.endswith("_loop") else value
+
+
+def _progress_of(loop: Any) -> dict[str, Any]:
+    """How far a loop is; its ``state_dict`` would ask loaders for their states, too."""
+    found: dict[str, Any] = {}
+    for name, each in vars(loop).items():
+        if name.endswith("_progress"):
+            found[name] = each.state_dict()
+        elif name.endswith("_loop"):
+            found[name] = _progress_of(each)
+        elif isinstance(each, int):
+            found[name] = each
+    return found
 
 
 _RUN_STATE = (

@@ -378,8 +378,8 @@ class Session:
         if not is_whole:
             if unsent := self._submodules.share(self._topology.control_group):
                 warn(
-                    "Attributes that a forward has set cannot be pickled, so only the ranks of that module's stage have the "
-                    f"new values: {', '.join(unsent)}. Store tensors or plain values instead."
+                    "Attributes of submodules that the run has changed cannot be pickled, so each rank keeps its own: "
+                    f"{', '.join(unsent)}. Where a forward sets them, store tensors or plain values instead."
                 )
             return_memory()  # of activations, where there will be weights
             gather(self.module, self.plan, self._topology, self._dropped)

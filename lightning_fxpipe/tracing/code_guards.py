@@ -7,22 +7,24 @@ functions of the user's that it names. Too many are no harm but for a trace more
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.tracing.comparable import Unplain, comparable
+from lightning_fxpipe.tracing.comparable import Unplain, comparable, parts_of
 from lightning_fxpipe.tracing.guards import GuardKey
-from lightning_fxpipe.user_code.code_names import globals_read, is_own_code, names_of
+from lightning_fxpipe.user_code.code_names import function_of, globals_read, is_own_code, names_of
 from lightning_fxpipe.user_code.kinds import is_users
 
 _MAX_FUNCTIONS = 200
+_MAX_DEPTH, _MAX_SIZE = 2, 100  # of what attributes hold, to look for functions
 
 
 @dataclass(frozen=True)
@@ -54,26 +56,31 @@ class CodeKey:
 
 @dataclass(frozen=True)
 class RunKey:
-    """What the Trainer holds of one kind: ``param_groups`` of the optimizers, or ``callbacks``."""
+    """What the Trainer holds of one kind, ``param_groups`` of the optimizers or ``callbacks``; or the process's ``environ``."""
 
     name: str
 
     def __str__(self) -> str:
-        return f"trainer.{self.name}"
+        return f"os.{self.name}" if self.name == "environ" else f"trainer.{self.name}"
 
     def value(self, root: nn.Module) -> Any:
         """What it is now."""
+        if self.name == "environ":
+            return dict(os.environ)
         trainer: Any = vars(root).get("_trainer")
         if trainer is None:
             return None
         if self.name == "callbacks":
             return [vars(callback) for callback in trainer.callbacks if is_own_code(type(callback).__module__)]
         groups = [group for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups]
-        return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+        schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+        rates = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+        return rates, [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
 
 
 _RUN_NAMES = {
     **dict.fromkeys(("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups"), "param_groups"),
+    **dict.fromkeys(("environ", "getenv"), "environ"),
     **dict.fromkeys(("callbacks", "early_stopping_callback", "checkpoint_callback"), "callbacks"),
 }
 
@@ -97,6 +104,26 @@ def code_guards(root: nn.Module, opened: Iterable[str], functions: Iterable[Any]
     return found
 
 
+def functions_read(root: nn.Module, read: Iterable[GuardKey]) -> list[Any]:
+    """Returns the functions in attributes of modules that code has read: it may have called them.
+
+    Args:
+        root: The module.
+        read: The attributes.
+    """
+    named = [key for key in read if isinstance(key, tuple) and key[0] is not None]
+    values = [vars(root.get_submodule(str(path))).get(name) for path, name in named]
+    return [function for value in values for function in _functions_in(value, _MAX_DEPTH)]
+
+
+def _functions_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, (FunctionType, MethodType, partial)):
+        yield value
+    elif depth and not (isinstance(value, Sized) and len(value) > _MAX_SIZE):
+        for _, item in parts_of(value):
+            yield from _functions_in(item, depth - 1)
+
+
 def _class_values(root: nn.Module, path: str, cls: type, begin: Iterable[Any]) -> Iterator[tuple[GuardKey, Any]]:
     classes = [base for base in cls.__mro__ if is_own_code(base.__module__)]
     in_classes = {name: value for base in reversed(classes) for name, value in vars(base).items()}
@@ -106,7 +133,7 @@ def _class_values(root: nn.Module, path: str, cls: type, begin: Iterable[Any]) -
         found = waiting.pop()
         while isinstance(found, partial):
             found = found.func
-        function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        function = found.fget if isinstance(found, property) else function_of(found)
         if not isinstance(function, FunctionType) or id(function) in seen or not is_own_code(function.__module__ or ""):
             continue
         seen.add(id(function))

@@ -11,8 +11,10 @@ Tensors and modules are compared elsewhere: ``tracing.held_tensors``, and the at
 from __future__ import annotations
 
 import array
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES
 from lightning_fxpipe.user_code.code_contents import CLASS
 from lightning_fxpipe.user_code.code_names import is_own_code
 from lightning_fxpipe.user_code.contents import ABSENT, ATTRIBUTES, MAX_ARRAY_BYTES, Kind
@@ -38,6 +41,19 @@ _COMPARED = _OBJECTS | {"key", "index", "function", "partial", "method", "class"
 _DEPTHS = (6, 3, 1)
 _MAX_ENTRIES = 1024
 _OTHER = "something else"
+
+
+class _Symbol:
+    """In the place of a number that is an input: guards of all objects that reach it leave its value to whoever reads it."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+_SYMBOL = _Symbol()
 
 
 class Unplain(Exception):
@@ -131,10 +147,14 @@ def _comparable(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
         cls: Any = type(value)
         if cls in _PLAIN_TYPES or isinstance(value, _PLAIN):
             return value if value == value else "nan"
+        if isinstance(value, SYMBOLIC_TYPES):
+            return _SYMBOL if depth else _OTHER
         if isinstance(value, (np.ndarray, np.generic)):
             return _of_array(np.asarray(value))
         if isinstance(value, (bytearray, array.array)):
             return cls, bytes(value)
+        if isinstance(value, (weakref.ref, ContextVar)):
+            return cls, taken(_target(value), depth + 1, ())
         if isinstance(value, FunctionType) and not is_own_code(value.__module__ or ""):
             return value.__code__
         if isinstance(value, (Tensor, nn.Module)) or depth >= max_depth:
@@ -173,6 +193,16 @@ def _stands_for_itself(cls: type) -> bool:
     is_torchs = cls.__module__.partition(".")[0] in _NO_SETTINGS - {"builtins"}
     is_value = cls.__hash__ is not None and any("__eq__" in vars(base) for base in cls.__mro__[:-1])
     return is_unchanging(cls) or (is_value and not is_torchs)
+
+
+def _target(value: weakref.ref[Any] | ContextVar[Any]) -> Any:
+    """What a weak reference or a context variable leads to now."""
+    if isinstance(value, weakref.ref):
+        return value()
+    try:
+        return value.get()
+    except LookupError:
+        return _OTHER
 
 
 def _what(value: Any) -> Any:

@@ -12,16 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType, MethodType
+from types import FrameType, MappingProxyType, MethodType
 from typing import Any, Protocol
 
 from torch import nn
 
-from lightning_fxpipe._compat.lightning import watched_trainer_counters
+from lightning_fxpipe._compat.lightning import trainer_value, watched_trainer
 from lightning_fxpipe._compat.torch import patched_attributes, registries
 from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.tracing.comparable import Steps, Unplain, comparable
 from lightning_fxpipe.user_code.code_names import is_own_code
+from lightning_fxpipe.user_code.frames import is_framework
 
 
 class AttributeWatch(Protocol):
@@ -140,9 +141,13 @@ def noted_guards(
             all_names.add(name)
             if watch is not None:
                 watch.note_read(module, name)
-        if is_nested or name in TORCHS_OWN or name.startswith("__") or not is_recording():
+        if is_nested or name in TORCHS_OWN or not is_recording():
             return object.__getattribute__(module, name)
         path = paths.get(id(module))
+        if name.startswith("__"):
+            if name == "__dict__" and path is not None and not is_framework(str(sys._getframe(1).f_globals.get("__name__"))):
+                note((path, name), _of_all(path, vars(module)))
+            return object.__getattribute__(module, name)
         is_nested = not _is_own_property((type(module), name))  # what a property of a library's reads is not the user's
         try:
             value = object.__getattribute__(module, name)
@@ -165,6 +170,13 @@ def noted_guards(
     def read_counter(name: str, value: Any) -> Any:
         return value if is_nested or not is_recording() else noted((None, name), value)
 
+    def read_from_trainer(name: str, value: Any, reader: FrameType) -> Any:
+        if is_nested or not is_recording() or is_framework(str(reader.f_globals.get("__name__"))):
+            return value
+        value = instead.get((None, name), value)
+        note((None, name), trainer_value(name, value))
+        return value
+
     set_attribute = nn.Module.__setattr__
 
     def write(module: nn.Module, name: str, value: Any) -> None:
@@ -178,7 +190,7 @@ def noted_guards(
         set_attribute(module, name, value)
 
     patches = (nn.Module, "__getattribute__", read), (nn.Module, "__setattr__", write)
-    with watched_trainer_counters(root, read_counter), patched_attributes(*patches):
+    with watched_trainer(root, read_counter, read_from_trainer), patched_attributes(*patches):
         yield guards
 
 
@@ -212,8 +224,20 @@ def value_of(root: nn.Module, key: GuardKey) -> Any:
     if not isinstance(key, tuple):
         return key.value(root)
     path, name = key
-    owner: Any = root.trainer if path is None else root.get_submodule(path)
-    return getattr(owner, name, _ABSENT)
+    if path is None:
+        found = getattr(root.trainer, name, _ABSENT)
+        return found if found is _ABSENT else trainer_value(name, found)
+    owner = root.get_submodule(path)
+    return _of_all(path, vars(owner)) if name == "__dict__" else getattr(owner, name, _ABSENT)
+
+
+def _of_all(path: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """All attributes of a module, as code finds them in its ``__dict__``, but for torch's and Lightning's own.
+
+    A forward that was set there is compared by ``tracing.structure_guards``.
+    """
+    own = TORCHS_OWN | {"forward"}
+    return {name: value for name, value in attributes.items() if name not in own and (path or not name.startswith("_"))}
 
 
 def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any], varying: Varying = NOTHING_VARIES) -> list[GuardKey]:

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
+from types import MethodType
 from typing import Any
 
 from torch import fx, nn
@@ -96,7 +97,7 @@ def _forward_of(module: Any) -> Any:
         own = own.original
     if own is None:
         return inspect.getattr_static(type(module), "forward", None)
-    return own.__func__ if getattr(own, "__self__", None) is module else own  # a method is that of the class
+    return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else own  # a method is that of the class
 
 
 def _number_of(thing: Any) -> int:

@@ -25,7 +25,7 @@ from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
 from lightning_fxpipe.reporting.own_faults import is_own_fault, own_fault_words
 from lightning_fxpipe.reporting.wording import error_words, without_symbols
 from lightning_fxpipe.rng import isolated_rng, python_rng
-from lightning_fxpipe.tracing.code_guards import code_guards
+from lightning_fxpipe.tracing.code_guards import code_guards, functions_read
 from lightning_fxpipe.tracing.confirmation import Recording, check_deterministic
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
@@ -388,7 +388,8 @@ def _record(
             check_values_read(root, recorder.attributes_read, recorder.left_values, call.label)
             output = _taken_apart(result, run.lasting)
             # While what the step has set before is there.
-            read_elsewhere: Mapping[GuardKey, Any] = code_guards(root, actually_opened, functions=(call.code(root),))
+            functions = (call.code(root), *functions_read(root, recorder.attributes_read))
+            read_elsewhere: Mapping[GuardKey, Any] = code_guards(root, actually_opened, functions=functions)
             read_elsewhere = recorder.between.without_set(read_elsewhere)
             # The value of its class is no guard of an input.
             inputs = {each.guard for each in run.numbers.places.values() if isinstance(each, NumberPlace) and not each.steps}

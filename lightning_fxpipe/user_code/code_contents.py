@@ -11,7 +11,7 @@ from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, Meth
 from typing import Any
 
 from lightning_fxpipe.pytree.structure import closure_of
-from lightning_fxpipe.user_code.code_names import is_own_code, names_of
+from lightning_fxpipe.user_code.code_names import function_of, is_own_code, names_of
 from lightning_fxpipe.user_code.contents import ABSENT, fixed_kind, kind_by_name, set_key
 
 
@@ -110,6 +110,6 @@ def functions_of(cls: type) -> list[Any]:
     """The functions in the body of a class of user code, those of properties, class and static methods, and caches of them."""
     found: list[Any] = []
     for value in vars(cls).values():
-        parts = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        parts = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (function_of(value),)
         found += [part for part in parts if isinstance(part, (FunctionType, CACHED))]
     return found

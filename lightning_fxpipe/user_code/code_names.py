@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MethodType
+from typing import Any
 
 from lightning_fxpipe.user_code.bytecode import codes_in, operations
 
@@ -19,6 +20,11 @@ _OTHERS_OWN = frozenset(
     }
 )
 _PYTHONS_OWN = sys.stdlib_module_names - {"__main__"}
+
+
+def function_of(value: Any) -> Any:
+    """The function of a bound, static or class method; anything else as it is: objects of the user's are asked for nothing."""
+    return value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fxpipe.user_code.code_contents import CACHED
-from lightning_fxpipe.user_code.code_names import is_followed
+from lightning_fxpipe.user_code.code_names import function_of, is_followed
 
 
 @contextmanager
@@ -33,5 +33,4 @@ def _cached_functions(root: nn.Module) -> list[Any]:
     own = [cls for cls in classes if is_followed(cls.__module__)]
     files = {cls.__module__: sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules}
     values = [value for space in (*own, *files.values()) for value in vars(space).values()]
-    functions = (getattr(value, "__func__", value) for value in values if not isinstance(value, type))  # of static methods
-    return [function for function in functions if isinstance(function, CACHED)]
+    return [function for function in map(function_of, values) if isinstance(function, CACHED)]

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -41,7 +42,7 @@ def is_plain(value: Any) -> bool:
     if type(value) in (dict, OrderedDict):
         return all(map(is_plain, value.values()))
     known = (type(Ellipsis), slice, torch.Generator)
-    return is_value(value) or isinstance(value, known) or getattr(value, "shape", None) == ()
+    return is_value(value) or isinstance(value, known) or (isinstance(value, (np.ndarray, np.generic)) and value.shape == ())
 
 
 class Unsent(Tensor):

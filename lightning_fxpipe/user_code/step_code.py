@@ -19,7 +19,7 @@ from torch import nn
 from lightning_fxpipe._compat.torch import hooks_of
 from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, first_line_with, names_read, operations
 from lightning_fxpipe.user_code.code_contents import functions_of
-from lightning_fxpipe.user_code.code_names import is_followed
+from lightning_fxpipe.user_code.code_names import function_of, is_followed
 from lightning_fxpipe.user_code.frames import is_framework, is_machinery
 
 # What user code asks to tell one batch from another.
@@ -33,7 +33,7 @@ def code_of(function: Any) -> CodeType | None:
     """The code of a step; None where it is no function of Python's."""
     while isinstance(function, partial):
         function = function.func
-    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return getattr(inspect.unwrap(function_of(function)), "__code__", None)
 
 
 def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackType | None = None) -> bool:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -543,15 +544,34 @@ def test_readings_of_the_trainers_counters_are_seen_and_answered() -> None:
         seen.append((name, value))
         return value + 5 if name == "global_step" else value
 
+    def read_other_as(name: str, value: Any, reader: FrameType) -> Any:
+        if reader.f_code.co_name == test_readings_of_the_trainers_counters_are_seen_and_answered.__name__:
+            seen.append((name, value))
+        return value
+
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    with _compat_lightning.watched_trainer_counters(module, read_as):
+    with _compat_lightning.watched_trainer(module, read_as, read_other_as):
         assert module.global_step == 5
         assert module.trainer.current_epoch == 0
         assert not module.trainer.sanity_checking
+        assert module.trainer.num_nodes == 1
+        module.trainer.save_checkpoint  # noqa: B018  # a method is no value
     assert module.current_epoch == 0
-    assert seen == [("global_step", 0), ("current_epoch", 0), ("sanity_checking", False)]
+    assert module.trainer.num_nodes == 1
+    assert seen == [("global_step", 0), ("current_epoch", 0), ("sanity_checking", False), ("num_nodes", 1)]
+    assert "__getattribute__" not in vars(L.Trainer)
     for name in _compat_lightning._RUN_STATE:
         assert isinstance(vars(L.Trainer)[name], property)
+
+
+def test_what_counts_of_the_trainers_metrics_and_loops_is_numbers() -> None:
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    metrics = {"loss": torch.tensor(2.0), "rows": torch.ones(3)}
+    assert _compat_lightning.trainer_value("callback_metrics", metrics) == {"loss": 2.0}
+    before = _compat_lightning.trainer_value("fit_loop", trainer.fit_loop)
+    trainer.fit_loop.epoch_loop.batch_progress.current.ready += 1
+    assert before != _compat_lightning.trainer_value("fit_loop", trainer.fit_loop)
+    assert _compat_lightning.trainer_value("num_nodes", 1) == 1
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])

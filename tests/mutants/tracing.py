@@ -197,6 +197,39 @@ MUTANTS = [
             ),
         )
     ),
+    *(
+        Mutant(f"tracing/{file}.py", before, after, (f"strategy/test_values_read.py::{test}",), harm)
+        for file, before, after, test, harm in (
+            (
+                "guards",
+                "        note((None, name), trainer_value(name, value))\n",
+                "",
+                "test_what_the_run_holds_counts_as_it_is_in_each_step",
+                "a data module's setting keeps its first value",
+            ),
+            (
+                "guards",
+                "                note((path, name), _of_all(path, vars(module)))\n",
+                "                pass\n",
+                "test_what_the_run_holds_counts_as_it_is_in_each_step",
+                "a setting that code finds in vars(self) keeps its first value",
+            ),
+            (
+                "trace",
+                "functions = (call.code(root), *functions_read(root, recorder.attributes_read))",
+                "functions = (call.code(root),)",
+                "test_a_value_that_changes_between_steps_counts_whatever_holds_it",
+                "a global variable that a function in an attribute reads keeps its first value",
+            ),
+            (
+                "comparable",
+                "            return _SYMBOL if depth else _OTHER\n",
+                "            return _OTHER\n",
+                "test_a_value_that_changes_between_steps_counts_whatever_holds_it",
+                "a step is refused where a number that changes is reached by two names",
+            ),
+        )
+    ),
     Mutant(
         "tracing/held_numbers.py",
         "kind_of_step(owner, self.steps[-1][0]).can_change else None",

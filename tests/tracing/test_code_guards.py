@@ -124,7 +124,9 @@ def test_rates_and_callbacks_are_read_where_code_names_them() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer, callback = torch.optim.SGD([weight], lr=0.1), Annealing()
     module = AsksTheRun()
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(optimizers=[optimizer]), callbacks=[callback])
+    module._trainer = SimpleNamespace(
+        strategy=SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[]), callbacks=[callback]
+    )
     reads = code_guards(module, [""])
     assert names_of(module) == ["trainer.callbacks", "trainer.param_groups"]
     weight.data.add_(1)  # what is trained is no setting
