@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +119,7 @@ def functions_read(root: nn.Module, read: Iterable[GuardKey]) -> list[Any]:
 def _functions_in(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, (FunctionType, MethodType, partial)):
         yield value
-    elif depth and not (isinstance(value, Sized) and len(value) > _MAX_SIZE):
+    elif depth and not (isinstance(value, (list, tuple, dict)) and len(value) > _MAX_SIZE):
         for _, item in parts_of(value):
             yield from _functions_in(item, depth - 1)
 

@@ -78,6 +78,24 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
+class _Itself:
+    """An object that cannot change. It may compare in ways of its own."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Itself) or type(self.value) is not type(other.value):
+            return False
+        try:
+            return self.value is other.value or bool(self.value == other.value)
+        except Exception:  # whatever it raises, nothing says that it is the same
+            return False
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+@dataclass(frozen=True, eq=False)
 class _Large:
     """The contents of an object that holds too much to look into.
 
@@ -164,11 +182,11 @@ def _comparable(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
         if isinstance(value, type) and not is_users(value):
             return value
         if not isinstance(value, type) and not _kinds_in(cls):
-            return value if _stands_for_itself(cls) else _OTHER
+            return _Itself(value) if _stands_for_itself(cls) else _OTHER
         entries = []
         for (name, key), item in parts_of(value):
             inside = (*steps, (name, key)) if varying else ()
-            entries.append(((name, key if isinstance(key, _PLAIN) else str(key)), taken(item, depth + 1, inside)))
+            entries.append(((name, key if isinstance(key, _PLAIN) else _of_key(key)), taken(item, depth + 1, inside)))
         return Held(_what(value), tuple(entries))
 
     return taken(value, 0, ())
@@ -181,7 +199,7 @@ def _kinds_in(cls: type) -> tuple[Kind, ...]:
         return ()
     of_class: Any = cls
     found = kinds_of_class(of_class)
-    is_settings = cls.__module__.partition(".")[0] not in _NO_SETTINGS
+    is_settings = str(cls.__module__).partition(".")[0] not in _NO_SETTINGS
     if not found and is_settings and cls.__dictoffset__ and not is_unchanging(cls):
         return (ATTRIBUTES,)
     return tuple(kind for kind in found if kind.name in _COMPARED and (is_settings or kind.name not in _OBJECTS))
@@ -190,7 +208,7 @@ def _kinds_in(cls: type) -> tuple[Kind, ...]:
 @lru_cache(maxsize=4096)
 def _stands_for_itself(cls: type) -> bool:
     """True for what cannot change: it is another object then, which tells whether it is equal."""
-    is_torchs = cls.__module__.partition(".")[0] in _NO_SETTINGS - {"builtins"}
+    is_torchs = str(cls.__module__).partition(".")[0] in _NO_SETTINGS - {"builtins"}
     is_value = cls.__hash__ is not None and any("__eq__" in vars(base) for base in cls.__mro__[:-1])
     return is_unchanging(cls) or (is_value and not is_torchs)
 
@@ -203,6 +221,12 @@ def _target(value: weakref.ref[Any] | ContextVar[Any]) -> Any:
         return value.get()
     except LookupError:
         return _OTHER
+
+
+def _of_key(key: Any) -> Any:
+    """An object without a value is the same key as long as it is the same object; its words may be long."""
+    hash_of: Any = type(key).__hash__
+    return id(key) if hash_of in (object.__hash__, Tensor.__hash__, nn.Module.__hash__) else str(key)
 
 
 def _what(value: Any) -> Any:

@@ -190,7 +190,7 @@ MUTANTS = [
                 "a long list of settings keeps its first values",
             ),
             (
-                "            return value if _stands_for_itself(cls) else _OTHER\n",
+                "            return _Itself(value) if _stands_for_itself(cls) else _OTHER\n",
                 "            return _OTHER\n",
                 "test_another_value_is_noticed_and_an_equal_one_is_the_same",
                 "a path, a decimal or a dtype keeps its first value",

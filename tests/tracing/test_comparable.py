@@ -24,6 +24,7 @@ from torch import nn
 from lightning_fxpipe.tracing.comparable import Unplain, comparable
 
 MANY = 5000
+LAYER, TENSOR = nn.Linear(2, 2), torch.ones(2)
 
 
 class Mode(Enum):
@@ -73,6 +74,7 @@ OTHERS: dict[str, Callable[[float], Any]] = {
     "another order": lambda v: OrderedDict(a=1, b=2) if v == 1 else OrderedDict(b=2, a=1),
     "a length": lambda v: [torch.ones(2)] * int(v),
     "None or a tensor": lambda v: [None if v == 1 else torch.ones(2)],
+    "dict by module": lambda v: {LAYER: v, TENSOR: 1.0, (1, 2): 3},
     "read-only mapping": lambda v: MappingProxyType({"a": v}),
     "large list": lambda v: [*range(MANY), v],
     "large dict": lambda v: {**dict.fromkeys(range(MANY), 0.0), -1: v},
