@@ -11,6 +11,7 @@ Tensors and modules are compared elsewhere: ``tracing.held_tensors``, and the at
 from __future__ import annotations
 
 import array
+import logging
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -29,6 +30,8 @@ from lightning_fxpipe.user_code.code_contents import CLASS
 from lightning_fxpipe.user_code.code_names import is_own_code
 from lightning_fxpipe.user_code.contents import ABSENT, ATTRIBUTES, MAX_ARRAY_BYTES, Kind
 from lightning_fxpipe.user_code.kinds import is_unchanging, is_users, kinds_of_class
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 # From a value to something inside it: (name of a kind of contents, key) for each step.
 Steps = tuple[tuple[str, Any], ...]
@@ -88,7 +91,8 @@ class _Itself:
             return False
         try:
             return self.value is other.value or bool(self.value == other.value)
-        except Exception:  # whatever it raises, nothing says that it is the same
+        except Exception:
+            _logger.debug("%s cannot be compared, and counts as another value", type(self.value), exc_info=True)
             return False
 
     def __hash__(self) -> int:
