@@ -271,10 +271,16 @@ def watched_trainer(
 
 
 def trainer_value(name: str, value: Any) -> Any:
-    """Returns what counts of an attribute of the Trainer: of metrics their numbers, of a loop how far it is. Lightning 2.6."""
+    """Returns the part of a Trainer's attribute that is compared: numbers of metrics, the progress of a loop. Lightning 2.6."""
     if name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
         return {key: float(metric) for key, metric in value.items() if not isinstance(metric, Tensor) or metric.numel() == 1}
-    return _progress_of(value) if name.endswith("_loop") else value
+    return _progress_of(value) if _is_loop(value) else value
+
+
+def _is_loop(value: Any) -> bool:
+    from lightning.pytorch.loops.loop import _Loop
+
+    return isinstance(value, in_all_roots(_Loop))
 
 
 def _progress_of(loop: Any) -> dict[str, Any]:
@@ -283,7 +289,7 @@ def _progress_of(loop: Any) -> dict[str, Any]:
     for name, each in vars(loop).items():
         if name.endswith("_progress"):
             found[name] = each.state_dict()
-        elif name.endswith("_loop"):
+        elif _is_loop(each):
             found[name] = _progress_of(each)
         elif isinstance(each, int):
             found[name] = each

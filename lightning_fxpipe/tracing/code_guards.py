@@ -1,8 +1,8 @@
-"""Guards for plain values that recorded code reads from elsewhere than modules: global variables, attributes of classes, the
-learning rates and callbacks of the Trainer.
+"""Guards for values that recorded code reads from elsewhere than modules: global variables, attributes of classes, the
+learning rates and callbacks of the Trainer, environment variables.
 
-Nothing tells when they are read, so it is taken from the code: what the forward of an opened module names, and the methods and
-functions of the user's that it names. Too many are no harm but for a trace more.
+Python does not report such reads, so they are found in the code: names in the forward of an opened module, in methods and
+functions of the user's that it names, and in functions in attributes that it reads. Too many cost one more trace at most.
 """
 
 from __future__ import annotations
@@ -56,17 +56,15 @@ class CodeKey:
 
 @dataclass(frozen=True)
 class RunKey:
-    """What the Trainer holds of one kind, ``param_groups`` of the optimizers or ``callbacks``; or the process's ``environ``."""
+    """Objects of one kind that the Trainer holds: ``param_groups`` of the optimizers, or ``callbacks``."""
 
     name: str
 
     def __str__(self) -> str:
-        return f"os.{self.name}" if self.name == "environ" else f"trainer.{self.name}"
+        return f"trainer.{self.name}"
 
     def value(self, root: nn.Module) -> Any:
         """What it is now."""
-        if self.name == "environ":
-            return dict(os.environ)
         trainer: Any = vars(root).get("_trainer")
         if trainer is None:
             return None
@@ -78,10 +76,22 @@ class RunKey:
         return rates, [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
 
 
-_RUN_NAMES = {
-    **dict.fromkeys(("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups"), "param_groups"),
-    **dict.fromkeys(("environ", "getenv"), "environ"),
-    **dict.fromkeys(("callbacks", "early_stopping_callback", "checkpoint_callback"), "callbacks"),
+@dataclass(frozen=True)
+class EnvironmentKey:
+    """The environment variables of the process."""
+
+    def __str__(self) -> str:
+        return "os.environ"
+
+    def value(self, root: nn.Module) -> Any:
+        """Returns their present values."""
+        return dict(os.environ)
+
+
+_BY_NAME: dict[str, RunKey | EnvironmentKey] = {
+    **dict.fromkeys(("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups"), RunKey("param_groups")),
+    **dict.fromkeys(("callbacks", "early_stopping_callback", "checkpoint_callback"), RunKey("callbacks")),
+    **dict.fromkeys(("environ", "getenv"), EnvironmentKey()),
 }
 
 
@@ -139,9 +149,8 @@ def _class_values(root: nn.Module, path: str, cls: type, begin: Iterable[Any]) -
         seen.add(id(function))
         (named, _), read = names_of(function.__code__), globals_read(function.__code__)
         for name in sorted(named):
-            if name in _RUN_NAMES:
-                key = RunKey(_RUN_NAMES[name])
-                yield key, key.value(root)
+            if name in _BY_NAME:
+                yield _BY_NAME[name], _BY_NAME[name].value(root)
             if name in in_classes:
                 waiting.append(in_classes[name])
                 if not hasattr(type(in_classes[name]), "__get__"):

@@ -1,4 +1,4 @@
-"""What a value was when recorded code read it, in a form that can be compared with what it is later.
+"""Turns values that recorded code has read into a form that can be compared with their later values.
 
     comparable(Config(scale=2.0, names=["a"]))  ->  Held(Config, ((("attribute", "scale"), 2.0),
                                                                   (("attribute", "names"), Held(list, ((("index", 0), "a"),)))))
@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import logging
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -38,9 +39,11 @@ Steps = tuple[tuple[str, Any], ...]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum)
 _PLAIN_TYPES = frozenset(_PLAIN)
-_NO_SETTINGS = frozenset({"torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning", "logging"})
+# Top-level packages whose objects hold no settings of the user's.
+NO_SETTINGS = frozenset({"torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning", "logging"})
 _OBJECTS = frozenset({"attribute", "slot"})
 _COMPARED = _OBJECTS | {"key", "index", "function", "partial", "method", "class"}
+_SIZED = (list, tuple, dict, set, frozenset, deque)
 _DEPTHS = (6, 3, 1)
 _MAX_ENTRIES = 1024
 _OTHER = "something else"
@@ -69,11 +72,11 @@ class _TooMuch(Exception):
 
 @dataclass(frozen=True)
 class Held:
-    """What an object holds.
+    """The contents of an object.
 
     Attributes:
         what: Its class, or the code of a function.
-        entries: What is in it, likewise, with the last step to each.
+        entries: The values in it, in the same form, with the last step to each.
     """
 
     what: Any
@@ -114,7 +117,8 @@ class _Large:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Large) or self.kind is not other.kind:
             return False
-        return self.kind.is_same(self.contents, other.contents) or list(self._flat()) == list(other._flat())
+        is_same = self.kind.can_change and self.kind.is_same(self.contents, other.contents)
+        return is_same or self.contents is other.contents or list(self._flat()) == list(other._flat())
 
     def __hash__(self) -> int:
         return hash(self.kind.name)
@@ -133,22 +137,35 @@ def comparable(value: Any, varying: Collection[Steps] = ()) -> Any:
     Raises:
         Unplain: It is a tensor, a module, or an object of torch or Lightning; or far too large.
     """
-    is_large = isinstance(value, (list, tuple, dict)) and len(value) > _MAX_ENTRIES
-    for depth in () if is_large else _DEPTHS:
+    found: Any = _OTHER
+    for depth in _DEPTHS:
         with suppress(_TooMuch):
             found = _comparable(value, depth, varying)
-            if found is _OTHER:
-                raise Unplain
-            return found
+            break
+    else:
+        found = _large(value)
+    if found is _OTHER:
+        raise Unplain
+    return found
+
+
+def _large(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return _Itself(frozenset(value))
     cls: Any = type(value)
     for kind in _kinds_in(cls):
         if (contents := kind.take(value)) is not ABSENT:
             return _Large(kind, contents)
-    raise Unplain
+    return _OTHER
 
 
 def parts_of(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    """Yields what is in an object and counts, with the step to each."""
+    """Yields the values in an object that are compared, with the step to each; none of an object with too many."""
+    with suppress(_TooMuch):
+        yield from _parts(value)
+
+
+def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
     cls: Any = type(value)
     for kind in (CLASS,) if isinstance(value, type) and is_users(value) else _kinds_in(cls):
         contents = (kind.peek or kind.take)(value)
@@ -181,6 +198,8 @@ def _comparable(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
             return value.__code__
         if isinstance(value, (Tensor, nn.Module)) or depth >= max_depth:
             return _OTHER
+        if isinstance(value, _SIZED) and len(value) > _MAX_ENTRIES:
+            return _large(value)
         if isinstance(value, (set, frozenset)):
             return cls, frozenset(taken(member, depth + 1, ()) for member in value)
         if isinstance(value, type) and not is_users(value):
@@ -188,7 +207,7 @@ def _comparable(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
         if not isinstance(value, type) and not _kinds_in(cls):
             return _Itself(value) if _stands_for_itself(cls) else _OTHER
         entries = []
-        for (name, key), item in parts_of(value):
+        for (name, key), item in _parts(value):
             inside = (*steps, (name, key)) if varying else ()
             entries.append(((name, key if isinstance(key, _PLAIN) else _of_key(key)), taken(item, depth + 1, inside)))
         return Held(_what(value), tuple(entries))
@@ -203,7 +222,7 @@ def _kinds_in(cls: type) -> tuple[Kind, ...]:
         return ()
     of_class: Any = cls
     found = kinds_of_class(of_class)
-    is_settings = str(cls.__module__).partition(".")[0] not in _NO_SETTINGS
+    is_settings = str(cls.__module__).partition(".")[0] not in NO_SETTINGS
     if not found and is_settings and cls.__dictoffset__ and not is_unchanging(cls):
         return (ATTRIBUTES,)
     return tuple(kind for kind in found if kind.name in _COMPARED and (is_settings or kind.name not in _OBJECTS))
@@ -212,13 +231,13 @@ def _kinds_in(cls: type) -> tuple[Kind, ...]:
 @lru_cache(maxsize=4096)
 def _stands_for_itself(cls: type) -> bool:
     """True for what cannot change: it is another object then, which tells whether it is equal."""
-    is_torchs = str(cls.__module__).partition(".")[0] in _NO_SETTINGS - {"builtins"}
+    is_torchs = str(cls.__module__).partition(".")[0] in NO_SETTINGS - {"builtins"}
     is_value = cls.__hash__ is not None and any("__eq__" in vars(base) for base in cls.__mro__[:-1])
     return is_unchanging(cls) or (is_value and not is_torchs)
 
 
 def _target(value: weakref.ref[Any] | ContextVar[Any]) -> Any:
-    """What a weak reference or a context variable leads to now."""
+    """Returns the present referent of a weak reference, or the value of a context variable."""
     if isinstance(value, weakref.ref):
         return value()
     try:

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_fxpipe._compat.lightning import trainer_value, watched_trainer
 from lightning_fxpipe._compat.torch import patched_attributes, registries
 from lightning_fxpipe.metrics.metric_calls import METRICS
-from lightning_fxpipe.tracing.comparable import Steps, Unplain, comparable
+from lightning_fxpipe.tracing.comparable import NO_SETTINGS, Steps, Unplain, comparable
 from lightning_fxpipe.user_code.code_names import is_own_code
 from lightning_fxpipe.user_code.frames import is_framework
 
@@ -80,7 +80,6 @@ NOTHING_VARIES: Varying = MappingProxyType({})
 
 # Attributes that each module has from torch.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
-_NO_SETTINGS = ("torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning", "logging")
 _LOOKS_INTO_ALL = (nn.Module.__module__, "lightning_fxpipe.")
 # Where the numbers lie that a module is called with (``tracing.number_arguments``).
 NUMBER_ARGUMENTS = "_fxpipe_number_arguments"
@@ -153,7 +152,7 @@ def noted_guards(
             value = object.__getattribute__(module, name)
         except AttributeError:
             home = str(sys._getframe(1).f_globals.get("__name__")).split(".")[0]
-            if path is not None and home not in _NO_SETTINGS and not any(name in registry for registry in registries(module)):
+            if path is not None and home not in NO_SETTINGS and not any(name in registry for registry in registries(module)):
                 note((path, name), _ABSENT)  # as `hasattr` finds it
             raise
         finally:

@@ -30,13 +30,13 @@ from lightning_fxpipe._compat.torch import outside_fakes
 ABSENT: Any = object()
 
 
-def _set_nothing(value: Any, key: Any, new: Any) -> None:
-    """Of what cannot change."""
-
-
 # A larger container is data; an array or buffer of more bytes too.
 MAX_ENTRIES = 2_000_000
 MAX_ARRAY_BYTES = 16 * 2**20
+
+
+def _set_nothing(value: Any, key: Any, new: Any) -> None:
+    """Changes nothing, as contents of this kind cannot change."""
 
 
 @dataclass(frozen=True)

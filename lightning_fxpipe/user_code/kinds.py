@@ -36,7 +36,7 @@ def kinds_of(value: Any) -> tuple[Kind, ...]:
 
 @lru_cache(maxsize=4096)
 def kinds_of_class(cls: type) -> tuple[Kind, ...]:
-    """As :func:`kinds_of`."""
+    """Returns the kinds of contents that the objects of a class have."""
     for base, kind in CONTAINERS:
         if issubclass(cls, base):
             return (kind, *_object_kinds(cls)) if cls is not base and is_users(cls) else (kind,)

@@ -572,6 +572,7 @@ def test_what_counts_of_the_trainers_metrics_and_loops_is_numbers() -> None:
     trainer.fit_loop.epoch_loop.batch_progress.current.ready += 1
     assert before != _compat_lightning.trainer_value("fit_loop", trainer.fit_loop)
     assert _compat_lightning.trainer_value("num_nodes", 1) == 1
+    assert _compat_lightning.trainer_value("inner_loop", 5) == 5  # of the user's own
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])

@@ -30,11 +30,11 @@ MUTANTS = [
         "a state that is None at first is never used",
     ),
     Mutant(
-        _GUARDS,
-        '"pytorch_lightning", "logging")',
-        '"pytorch_lightning")',
-        (f"{_TEST_GUARDS}::test_what_a_logger_remembers_is_no_value_that_code_reads",),
-        "a model that logs is refused",
+        "tracing/comparable.py",
+        "        is_same = self.kind.can_change and self.kind.is_same(self.contents, other.contents)\n",
+        "        is_same = self.kind.is_same(self.contents, other.contents)\n",
+        ("tracing/test_comparable.py::test_another_value_is_noticed_and_an_equal_one_is_the_same",),
+        "a long tuple of settings keeps its first values",
     ),
     Mutant(
         _TRACE,
@@ -260,7 +260,7 @@ MUTANTS = [
     ),
     Mutant(
         "tracing/code_guards.py",
-        "                yield key, key.value(root)\n",
+        "                yield _BY_NAME[name], _BY_NAME[name].value(root)\n",
         "                pass\n",
         ("tracing/test_code_guards.py::test_rates_and_callbacks_are_read_where_code_names_them",),
         "a learning rate that the model reads is that of the first batch",

@@ -1,4 +1,4 @@
-"""What recorded code reads is that of today, whatever kind of value user code keeps it in."""
+"""Recorded code reads present values, whatever holds them."""
 
 from __future__ import annotations
 
@@ -217,6 +217,7 @@ def _fit(kind: _Kind, **options: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         make_trainer(max_epochs=1, **options).fit(module, DataLoader(data, 4))
+    environ.pop("FXPIPE_TEST", None)
     return {"losses": module.losses, "state": {fqn: value.clone() for fqn, value in module.state_dict().items()}}
 
 

@@ -1,4 +1,4 @@
-"""What recorded code has read is compared, whatever kind of value it is."""
+"""Values that recorded code has read are compared, whatever their kind."""
 
 from __future__ import annotations
 
@@ -77,6 +77,11 @@ OTHERS: dict[str, Callable[[float], Any]] = {
     "dict by module": lambda v: {LAYER: v, TENSOR: 1.0, (1, 2): 3},
     "read-only mapping": lambda v: MappingProxyType({"a": v}),
     "large list": lambda v: [*range(MANY), v],
+    "large tuple": lambda v: (*range(MANY), v),
+    "large set": lambda v: {*range(MANY), v - 0.5},
+    "large frozen set": lambda v: frozenset({*range(MANY), v - 0.5}),
+    "large deque": lambda v: deque([*range(MANY), v]),
+    "large list in an object": lambda v: SimpleNamespace(table=[*range(MANY), v]),
     "large dict": lambda v: {**dict.fromkeys(range(MANY), 0.0), -1: v},
     "many lists": lambda v: {"scale": v, "data": [[index] * 3 for index in range(500)]},
     "array of numpy": lambda v: np.array([1, v]),
@@ -112,7 +117,7 @@ _MADE_ANEW = {"function of an operator"}
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_another_value_is_noticed_and_an_equal_one_is_the_same(make: Callable[[float], Any], request: Any) -> None:
-    """What was no list, dict, array or object with attributes was not compared at all, so that its first value stayed."""
+    """Only lists, dicts, arrays and objects with attributes were compared, so that all else kept its first value."""
     value = make(1.0)
     before = comparable(value)
     assert before == comparable(value)
@@ -125,6 +130,32 @@ def test_another_value_is_noticed_and_an_equal_one_is_the_same(make: Callable[[f
 def test_what_is_compared_elsewhere_is_left_out(value: Any) -> None:
     with pytest.raises(Unplain):
         comparable(value)
+
+
+class Unsure:
+    """Has no contents, and cannot be compared with another one."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_a_value_that_cannot_be_compared_is_the_same_only_as_itself() -> None:
+    value = Unsure()
+    assert comparable([value]) == comparable([value])
+    assert comparable([value]) != comparable([Unsure()])
+
+
+def test_a_large_list_that_changes_inside_an_object_is_noticed() -> None:
+    """The list itself is still the same object."""
+    held = SimpleNamespace(table=[1.0] * MANY)
+    before = comparable(held)
+    held.table[5] = 2.0
+    assert comparable(held) != before
 
 
 def test_modules_and_tensors_inside_are_no_values() -> None:
