@@ -7,7 +7,7 @@ The step around the region
     - ``attributes``: what the step leaves behind, on every rank; ``submodule_values``: on submodules.
 
 Through the stages
-    - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.
+    - ``batch_traces``, ``stage_traces``: the trace that a batch runs with; ``stage_trace``: this rank's stage of one.
     - ``span_match``: whether a step makes the calls of a trace of several, by a dry run.
     - ``number_inputs``: numbers that change while a step trains, as inputs of its traces.
     - ``same_cuts``: that every rank has recorded the same graph.

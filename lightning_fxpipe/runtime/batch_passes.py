@@ -21,7 +21,7 @@ from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.runtime.stage_changes import StageChanges
-from lightning_fxpipe.runtime.stage_traces import StageTrace
+from lightning_fxpipe.runtime.stage_trace import StageTrace
 from lightning_fxpipe.runtime.step_tail import StepTail
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, loss_of

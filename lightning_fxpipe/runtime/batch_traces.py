@@ -16,7 +16,8 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.pytree.containers import fingerprint
 from lightning_fxpipe.pytree.shapes import Shapes
 from lightning_fxpipe.runtime.lru import LruCache
-from lightning_fxpipe.runtime.stage_traces import StageTrace, StageTraces, ValuesNeeded
+from lightning_fxpipe.runtime.stage_trace import StageTrace
+from lightning_fxpipe.runtime.stage_traces import StageTraces, ValuesNeeded
 from lightning_fxpipe.tracing.guards import guarded_values
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 from lightning_fxpipe.user_code.members import Members
@@ -85,6 +86,12 @@ class BatchTraces:
                 found = self._lookup(step, batch, size, has_values=True)
         except NoModelCall:
             return None, batch
+        if self._traces.is_recheck_due(found[0]):
+            if spared and not needs_values:
+                assert self._sparing is not None
+                batch = self._sparing.with_values(step.kind, batch)
+            with step.context():
+                self._traces.recheck(found[0], _call(step, batch), size)
         self._learn_needs(step, batch, size, found)
         return found, batch
 
@@ -147,6 +154,9 @@ class BatchTraces:
         return found
 
     def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found:
-        call = StepCall(function=step.function, args=(batch, *step.rest), kwargs={})
         with step.context():
-            return self._traces.find(step.kind, call, size, has_values=has_values)
+            return self._traces.find(step.kind, _call(step, batch), size, has_values=has_values)
+
+
+def _call(step: Step, batch: Any) -> StepCall:
+    return StepCall(function=step.function, args=(batch, *step.rest), kwargs={})

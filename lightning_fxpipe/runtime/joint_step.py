@@ -40,7 +40,8 @@ from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runtime.joint_pass import Backwards, JointPass
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.stage_changes import StageChanges
-from lightning_fxpipe.runtime.stage_traces import StageTrace, StageTraces
+from lightning_fxpipe.runtime.stage_trace import StageTrace
+from lightning_fxpipe.runtime.stage_traces import StageTraces
 from lightning_fxpipe.stages.gradients import SharedParameters
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace_log import TraceLog

@@ -41,7 +41,8 @@ from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.runtime.stage_edges import stage_edges
-from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace
+from lightning_fxpipe.runtime.stage_trace import StageTrace
+from lightning_fxpipe.runtime.stage_traces import MAX_TRACES
 from lightning_fxpipe.runtime.submodule_values import path_of
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
 from lightning_fxpipe.schedules.executor import Channels, Executor, PassRecording

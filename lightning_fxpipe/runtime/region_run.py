@@ -21,7 +21,7 @@ from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import PassSetup
-from lightning_fxpipe.runtime.stage_traces import StageTrace
+from lightning_fxpipe.runtime.stage_trace import StageTrace
 from lightning_fxpipe.runtime.step_tail import StepTail
 from lightning_fxpipe.tracing.number_arguments import numbers_on
 from lightning_fxpipe.tracing.region import Leaving, StageExit

@@ -35,6 +35,7 @@ class SpanMatch:
         facts: What the code before the calls has done.
         other_numbers: Numbers that the step hands to its calls, where the trace has others as constants.
         exchanged: Tensors that the step hands to a call in place of those that the stages have.
+        is_skipped: True if the step returns without the calls.
     """
 
     is_same: bool
@@ -42,6 +43,7 @@ class SpanMatch:
     facts: PreludeFacts | None
     other_numbers: Sequence[CallArgument]
     exchanged: Mapping[str, Tensor]
+    is_skipped: bool
 
 
 def match_span(
@@ -71,10 +73,11 @@ def match_span(
     assert sizes is not None
     exchanged: dict[str, Tensor] = {}
     expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
-    is_same, is_outdated = True, False
+    is_same, is_outdated, is_skipped = True, False, True
 
     def compare(inputs: list[Tensor]) -> None:
-        nonlocal is_same, is_outdated
+        nonlocal is_same, is_outdated, is_skipped
+        is_skipped = False
         with run.aside():
             is_same = [tuple(tensor.shape) for tensor in inputs] == expected
             is_outdated = is_same and not is_current()
@@ -105,4 +108,5 @@ def match_span(
         facts=run.facts,
         other_numbers=replay.other_numbers,
         exchanged=exchanged,
+        is_skipped=is_skipped,
     )

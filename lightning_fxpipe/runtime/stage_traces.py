@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -26,12 +28,14 @@ from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.number_inputs import NumberInputs
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.runtime.span_match import SpanMatch, match_span
-from lightning_fxpipe.stages.build import Stage, build_stage, stages_with_inputs
+from lightning_fxpipe.runtime.stage_trace import StageTrace
+from lightning_fxpipe.stages.build import build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.comparable import Steps
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, Varying, name_of_guard
 from lightning_fxpipe.tracing.held_numbers import NumberPlace
 from lightning_fxpipe.tracing.prelude import PreludeFacts
+from lightning_fxpipe.tracing.recheck import is_recheck_due, recheck
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
 from lightning_fxpipe.tracing.signals import CannotFollow
@@ -61,40 +65,6 @@ class ValuesNeeded(Exception):
     """A batch without values does not do."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StageTrace:
-    """A trace and this rank's stages of it; ``span`` is None where the region is a single call, which other steps may make.
-
-    ``stages_with_inputs`` are the stages, of all ranks, that compute with a tensor that the region is called with. ``number``
-    counts the traces: every rank makes the same ones.
-    """
-
-    number: int
-    kind: StepKind
-    span: Span | None
-    traced: TracedRegion
-    stages: tuple[Stage, ...]
-    stages_with_inputs: frozenset[int]
-
-    @property
-    def is_for_one_step(self) -> bool:
-        """Whether it has only what the step that it was made for uses."""
-        return self.span is not None or len(self.traced.wanted) < self.traced.output_structure.num_tensors
-
-    @property
-    def set_on_last_rank(self) -> frozenset[str]:
-        """Paths of the modules whose attributes only the last stage's rank sets: their forward counts as the step's own code,
-        or is recorded, and leaves tensors."""
-        if self.span is None or self.traced.record is None:
-            return frozenset()
-        leaving = {path for call in self.traced.record.calls for path, *_ in call.sides}
-        return self.span.transparent.union(leaving.intersection(self.traced.opened))
-
-    def input_numbers(self) -> list[int | float]:
-        """Returns the values of the numbers that are inputs, in the batch that ran last."""
-        return [*self.traced.numbers.now.values()]
-
-
 class StageTraces:
     """The traces of a module's steps.
 
@@ -119,6 +89,7 @@ class StageTraces:
         self._topology = topology
         self._log = log
         self._num_made = 0
+        self._num_uses: Counter[int] = Counter()  # of each trace, by its number
         self._known: list[StageTrace] = []  # the one used last comes last
         self._of_plan: StageTrace | None = None  # until a batch has run
         self._moment_of_plan: tuple[list[object], object] = [], None
@@ -210,6 +181,8 @@ class StageTraces:
         with self._decisions.batch(), region.numbers_on(self._root):
             if (found := self._known_now(kind, region)) is not None:
                 self._used(found[0])
+                if self.is_recheck_due(found[0]):
+                    self._recheck(found[0], region)
             else:
                 with self._log.told(f"Tracing {region.label}"):
                     try:
@@ -218,6 +191,34 @@ class StageTraces:
                         raise signal.reason from None
         self._decisions.note(found[0])
         return found
+
+    def is_recheck_due(self, used: StageTrace) -> bool:
+        """Counts a use of a trace; True where it is to be recorded again and compared."""
+        self._num_uses[used.number] += 1
+        return is_recheck_due(self._num_uses[used.number])
+
+    def recheck(self, known: StageTrace, call: StepCall, size: int) -> None:
+        """Records a step again that a trace computes, and compares both.
+
+        Args:
+            known: The trace.
+            call: The step, with a microbatch that has its values.
+            size: Samples in that.
+
+        Raises:
+            UnsupportedError: The step's code does something else now.
+            TraceError: It cannot be recorded any more.
+        """
+        if known.span is None:
+            self._recheck(known, self._find_staged(call, size))
+            return
+        region = StepRegion(step=call, span=known.span, batch_size=size, batch_dim=self._batch_dim)
+        if not self._takes(known, known.kind, call, sign(self._root, region)[1]).is_skipped:
+            self._recheck(known, region)
+
+    def _recheck(self, known: StageTrace, region: Recordable) -> None:
+        with self._log.told(f"Checking the trace of the {known.kind.words}"):
+            recheck(known.traced, region)
 
     def _used(self, known: StageTrace) -> StageTrace:
         self._known.remove(known)
@@ -306,20 +307,23 @@ class StageTraces:
             return None
         found: list[tuple[StageTrace, Shapes] | None] = []
         try:
-            region = find_region(
-                self._root,
-                call,
-                batch_size=size,
-                batch_dim=self._batch_dim,
-                device=self._topology.device,
-                is_region=self._is_staged,
-                at_call=lambda region: found.append(self._known_now(kind, region)),
-            )
+            region = self._find_staged(call, size, lambda region: found.append(self._known_now(kind, region)))
         except FxPipeError:
             _logger.debug("The %s is retraced, because it contains no known call", kind.words, exc_info=True)
             return None
         self._note_prelude(kind, region.prelude)
         return found[0]
+
+    def _find_staged(self, call: StepCall, size: int, at_call: Callable[[RegionCall], Any] | None = None) -> RegionCall:
+        return find_region(
+            self._root,
+            call,
+            batch_size=size,
+            batch_dim=self._batch_dim,
+            device=self._topology.device,
+            is_region=self._is_staged,
+            at_call=at_call,
+        )
 
     def _known_now(self, kind: StepKind, region: RegionCall) -> tuple[StageTrace, Shapes] | None:
         """Returns a known trace that covers a call that is made now."""

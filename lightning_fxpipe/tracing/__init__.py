@@ -29,6 +29,7 @@ What a trace depends on
     - ``guards``, ``comparable``: what it has read, compared before each batch (``runtime.batch_traces`` asks).
     - ``code_guards``, ``structure_guards``: global variables and classes; the modules that it calls, and their hooks.
     - ``held_tensors``, ``held_numbers``, ``number_arguments``: tensors that it has from elsewhere, and numbers that change.
+    - ``recheck``: the net below these: a trace in use is recorded again now and then, and compared.
     - ``trace_log``: tells when a step is traced again, and why.
     - ``repeat``: single calls of a graph once more, to see what is inside.
 """

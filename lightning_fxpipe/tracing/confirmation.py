@@ -14,6 +14,7 @@ from torch import fx
 
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.tracing.signals import Learned
+from lightning_fxpipe.user_code.objects import structure_made
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +36,7 @@ class Recording:
     @classmethod
     def of_graph(cls, graph: fx.Graph, drew: bool, learned: Learned) -> Recording:
         """Returns that of a graph which is just written, in the order in which the calls were made."""
-        calls = ((n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes)
+        calls = ((n.op, _name(n), f"{n.args} {n.kwargs}") for n in graph.nodes)
         return cls(calls=tuple(calls), drew=drew, learned=learned)
 
     def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
@@ -45,6 +46,13 @@ class Recording:
     def confirms(self, other: Recording) -> bool:
         """True if another recording need not be made a second time; one of the same call and state decides in any case."""
         return not self.is_confirmed or self.calls == other.calls
+
+
+def _name(node: fx.Node) -> str:
+    made = structure_made(node)
+    if made is not None:  # the plain values in them, arrays among these, are no arguments
+        return f"object {made.digest():x}"
+    return str(getattr(node.target, "__qualname__", node.target))
 
 
 def check_deterministic(first: Recording, second: Recording, name: str, where: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import FakeWorld, depends_on_data, has_hooks, symbolic_expression
 from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import no_metrics_inside
+from lightning_fxpipe.pytree.shapes import DimGroups
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
 from lightning_fxpipe.reporting.own_faults import is_own_fault, own_fault_words
@@ -64,6 +65,7 @@ class TracedRegion:
     batch_dim: int
     batch_symbols: frozenset[Any]  # that stand for the number of samples; usually one
     input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
+    varying: DimGroups  # dimensions besides the batch whose sizes are symbols
     output_structure: Structure = field(repr=False)
     output_sizes: tuple[Any, ...]  # sizes in the result that are no part of a tensor
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
@@ -406,6 +408,7 @@ def _record(
         batch_dim=call.batch_dim,
         batch_symbols=run.batch_symbols,
         input_shapes=run.input_shapes,
+        varying=call.varying,
         output_structure=output.structure,
         output_sizes=tuple(as_size(size) for size in output.sizes),
         wanted=chosen,

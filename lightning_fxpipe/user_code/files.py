@@ -88,7 +88,7 @@ class writing:
             (io, "open", self._opened),
             (torch, "save", self._saved),  # which opens a path in C++
             (os, "open", self._opened_low),
-            *[(owner, name, functools.partial(self._changing, getattr(owner, name))) for owner, name in _CHANGES],
+            *[(owner, name, functools.partial(self._changing, name, getattr(owner, name))) for owner, name in _CHANGES],
         ]
         for sqlite in (sys.modules.get(name) for name in _SQLITE):
             if sqlite is not None:
@@ -127,11 +127,11 @@ class writing:
         with self._open_for_user(f, "wb") as file:
             self._save(obj, file, *args, **kwargs)
 
-    def _changing(self, change: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    def _changing(self, name: str, change: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Changes a folder; all ranks come to it before the change, and go on after it."""
-        if change.__name__ == "mkdir" and str(sys._getframe(1).f_globals.get("__name__")) == "tempfile":
+        if name == "mkdir" and str(sys._getframe(1).f_globals.get("__name__")) == "tempfile":
             self._temporary.add(_absolute(path))
-        makes_only = self._share is None and change.__name__ == "mkdir"  # in a step, which goes on in the folder
+        makes_only = self._share is None and name == "mkdir"  # in a step, which goes on in the folder
         if makes_only or kwargs.get("dir_fd") is not None or not self._is_users(path):
             return change(path, *args, **kwargs)
         error: OSError | None = None

@@ -87,13 +87,19 @@ def refill(structure: Structure, sent: Sequence[int]) -> Callable[..., Any]:
         values = stand_ins | dict(zip(sent, tensors, strict=True))
         return structure.fill([values[index] for index in range(structure.num_tensors)], sizes)
 
-    refilled.makes_objects = True  # type: ignore[attr-defined]
+    refilled.structure = structure  # type: ignore[attr-defined]
     return refilled
 
 
+def structure_made(node: fx.Node) -> Structure | None:
+    """Returns the structure of the containers or objects that a node makes anew; None for a node that makes none."""
+    made = getattr(node.target, "structure", None)
+    return made if isinstance(made, Structure) else None
+
+
 def makes_objects(node: fx.Node) -> bool:
-    """Whether a node makes containers or objects anew, which the calls that get them may change."""
-    return getattr(node.target, "makes_objects", False) is True
+    """True if a node makes containers or objects anew, which the calls that get them may change."""
+    return structure_made(node) is not None
 
 
 def tensor_of(index: int, count: int) -> Callable[[Any], Tensor]:

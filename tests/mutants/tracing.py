@@ -12,9 +12,52 @@ _TEST_REFUSES, _TEST_GUARDS, _TEST_USE = (
 _TEST_ROWS, _TEST_DIVISION = "independence/test_batch_rows.py", "independence/test_division.py"
 _TEST_TRIALS, _TEST_LABELS = "independence/test_trials.py", "strategy/test_label_reads.py"
 
+_RECHECK, _TEST_RECHECK = "tracing/recheck.py", "strategy/test_recheck.py"
 _ALIKE = "test_blocks_are_answered_where_all_that_they_read_is_alike"
 
 MUTANTS = [
+    Mutant(
+        _RECHECK,
+        "        if before != now\n",
+        "        if False\n",
+        (f"{_TEST_RECHECK}::test_a_value_that_no_guard_sees_ends_the_run",),
+        "what a metaclass computes keeps the value of the first batch",
+    ),
+    Mutant(
+        _RECHECK,
+        "and not _is_same(constants.get(str(node.target), now), now)",
+        "and False",
+        (f"{_TEST_RECHECK}::test_a_value_that_no_guard_sees_ends_the_run",),
+        "a tensor that is found where no guard looks stays that of the first batch",
+    ),
+    Mutant(
+        _RECHECK,
+        "varying=traced.varying, ",
+        "",
+        (f"{_TEST_RECHECK}::test_batches_of_any_length_are_compared_with_the_lengths_as_symbols",),
+        "a trace for batches of any length is never compared",
+    ),
+    Mutant(
+        _RECHECK,
+        "        return\n    differing",
+        "        pass\n    differing",
+        (f"{_TEST_RECHECK}::test_sizes_that_are_symbols_in_other_places_are_not_compared",),
+        "a batch of as many samples as another input has rows ends the run",
+    ),
+    Mutant(
+        "pytree/structure.py",
+        "            if isinstance(slot, _Plain):  # arrays are bytes\n",
+        "            if False:\n",
+        (f"{_TEST_RECHECK}::test_a_value_that_no_guard_sees_ends_the_run",),
+        "an array that is loaded from a file stays that of the first batch",
+    ),
+    Mutant(
+        "runtime/stage_traces.py",
+        "                if self.is_recheck_due(found[0]):\n",
+        "                if False:\n",
+        ("ranks/test_recheck.py::test_a_value_that_no_guard_sees_ends_the_run_on_every_rank",),
+        "calls of a step with manual optimization keep a value that no guard sees",
+    ),
     Mutant(
         _TRACE,
         "    first_calls.give_again()\n",

@@ -102,6 +102,16 @@ def test_folders_are_changed_once(tmp_path: Path) -> None:
     assert shared == [None] * 12, "ranks meet before and after each change"
 
 
+def test_folders_are_made_in_a_dry_run_inside_a_hook(tmp_path: Path) -> None:
+    """The inner block asked what the outer one had put in place of ``os.mkdir`` for its name, which has none."""
+    with writing(is_real=True), writing(is_real=False, share=lambda value: value):
+        (tmp_path / "nowhere").mkdir()
+        thread = threading.Thread(target=(tmp_path / "checkpoint").mkdir)
+        thread.start()
+        thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
 def test_every_rank_fails_where_one_rank_changes_a_folder_in_vain(tmp_path: Path) -> None:
     told: list[Any] = []
     with writing(is_real=True, share=lambda value: told.append(value) or value), pytest.raises(FileNotFoundError):
