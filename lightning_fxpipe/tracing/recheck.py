@@ -3,7 +3,7 @@
 Guards compare what recorded code is seen to read. Code can read what nobody sees it read: a file, a property of a metaclass, a
 module of ``sys.modules``. It would keep the value of the first recording without a word. So the code is recorded again at the
 
-    2nd, 8th, 32nd, 128th, ... use of a trace,
+    2nd, 4th, 8th, 16th, ... use of a trace,
 
 which costs little in all, and the run ends where other calls follow from it, or other constants.
 """
@@ -22,15 +22,11 @@ from lightning_fxpipe.tracing.recordable import Recordable, RegionCall
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 
 _logger = logging.getLogger("lightning_fxpipe")
-_FIRST, _FACTOR = 2, 4
 
 
 def is_recheck_due(num_uses: int) -> bool:
     """Returns True at the uses of a trace, counted from 1, at which it is recorded again."""
-    at = _FIRST
-    while at < num_uses:
-        at *= _FACTOR
-    return at == num_uses
+    return num_uses > 1 and num_uses.bit_count() == 1
 
 
 def recheck(traced: TracedRegion, call: Recordable) -> None:
