@@ -75,7 +75,7 @@ class PeerError(FxPipeError):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, whatever its class does when it is asked; all of it can be printed and sent."""
+    """Returns the text of an error, even if its class raises when asked; all of it can be printed and sent."""
     try:
         text = str.__str__(str(error))  # not what a subclass of str makes of itself
     except BaseException as why:

@@ -9,5 +9,5 @@ from pytorch_lightning.strategies import ParallelStrategy
 from lightning_fxpipe.strategy.strategy import PipelineStrategy
 
 
-class FxPipeStrategy(PipelineStrategy, ParallelStrategy):  # type: ignore[misc]
+class FxPipeStrategy(PipelineStrategy, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = PipelineStrategy.__doc__

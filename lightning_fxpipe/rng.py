@@ -107,7 +107,7 @@ def _comparable(state: Any) -> tuple[Any, ...]:
 
 
 def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states of the generators are equal, the current device's included."""
+    """Returns True if two states of the generators are equal, the current device's included."""
     mine, others = one.get("numpy"), other.get("numpy")
     return bool(
         (mine is others or _comparable(mine) == _comparable(others))
@@ -131,7 +131,7 @@ class _NumpyGenerator:
         self._state: Any = None
 
     def state(self, numpy: Any) -> Any:
-        """As ``numpy.random.get_state``."""
+        """Replaces ``numpy.random.get_state``."""
         address = _address_of_generator(numpy)
         if address is None:
             return numpy.random.get_state()
@@ -144,7 +144,7 @@ class _NumpyGenerator:
         return self._state
 
     def set_state(self, numpy: Any, state: Any) -> None:
-        """As ``numpy.random.set_state``."""
+        """Replaces ``numpy.random.set_state``."""
         address = _address_of_generator(numpy)
         if address is None or not isinstance(state, tuple) or state[0] != "MT19937" or state[3]:
             self._memory = self._state = None
@@ -163,6 +163,6 @@ _NUMPY_BYTES = 625 * 4
 
 
 def _address_of_generator(numpy: Any) -> int | None:
-    """Where numpy's default generator has its memory; None where it is another one than the usual."""
+    """Returns the memory address of numpy's default generator; None if another generator has taken its place."""
     generator = numpy.random.get_bit_generator()
     return int(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else None

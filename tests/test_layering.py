@@ -326,7 +326,7 @@ def undocumented(body: list[ast.stmt], prefix: str) -> Iterator[str]:
 
 
 def _takes_a_docstring(node: ast.AST) -> bool:
-    """Whether a class has that of another one."""
+    """Returns True if a class has that of another one."""
     first = node.body[0] if isinstance(node, ast.ClassDef) else None
     return isinstance(first, ast.Assign) and ast.unparse(first.targets[0]) == "__doc__"
 
@@ -336,6 +336,29 @@ def test_everything_public_has_a_docstring(module: str) -> None:
     tree = tree_of(module)
     missing = [] if ast.get_docstring(tree) else ["the module itself"]
     assert [*missing, *undocumented(tree.body, f"{module}.")] == []
+
+
+# A first line begins with a verb or a noun; these begin a clause that stands for one.
+_CLAUSE = re.compile(r"(What|Whether|Where|Those|The same|As|Of)\b")
+
+
+def clauses(tree: ast.Module) -> list[str]:
+    """Returns the first words of docstrings that begin with a clause."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+    return [text[:40] for text in found if _CLAUSE.match(text)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings_begin_with_a_verb_or_a_noun(module: str) -> None:
+    assert clauses(tree_of(module)) == []
+
+
+def test_clauses_are_found_in_every_docstring() -> None:
+    source = (
+        "'What it is.'\nclass C:\n    'Those of it.'\n    def f(self):\n        'Whether.'\ndef g():\n    'Whatever it is.'\n"
+    )
+    assert clauses(ast.parse(source)) == ["What it is.", "Those of it.", "Whether."]
 
 
 def test_missing_docstrings_are_found() -> None:

@@ -19,12 +19,14 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the backward pass that now runs was called with ``retain_graph=True``. Called in the backward of an operation."""
+    """Returns True if the backward pass that now runs was called with ``retain_graph=True``. Called in the backward of an
+    operation.
+    """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def runs_before(ctx: Any, index: int) -> bool:
-    """Whether the backward pass that now runs goes on to what an operation got as its input ``index``.
+    """Returns True if the backward pass that now runs goes on to what an operation got as its input ``index``.
 
     It does not where only the gradients of others were asked for, as by ``autograd.grad``. Called in the operation's backward;
     the input is no leaf.
@@ -34,5 +36,5 @@ def runs_before(ctx: Any, index: int) -> bool:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether somebody has set hooks on a parameter's gradient."""
+    """Returns True if a parameter's gradient has hooks."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)

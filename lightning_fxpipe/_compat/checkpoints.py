@@ -44,7 +44,7 @@ def _for_folder(kind: str, path: Any, url: str, options: Mapping[str, Any]) -> A
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Where a folder has a tensor, a part of one, or another value.
+    """One entry of a folder: a tensor, a part of one, or another value, and its place.
 
     Attributes:
         key: Of the value.
@@ -66,7 +66,7 @@ def stored_items(metadata: Metadata) -> Iterator[StoredItem]:
 
 
 def unpickled_metadata(content: bytes) -> Metadata:
-    """What the file ``.metadata`` of a folder says; torch's own reader would run what code it names. torch 2.2-2.15.
+    """Reads the file ``.metadata`` of a folder; torch's own reader would run the code that it names. torch 2.2-2.15.
 
     Raises:
         pickle.UnpicklingError: It names what no regular one does.
@@ -124,7 +124,7 @@ class NamesOnly:
 
     @staticmethod
     def load(file: Any, **options: Any) -> Any:
-        """As ``pickle.load``."""
+        """Replaces ``pickle.load``."""
         return NamesOnly.Unpickler(file, **options).load()
 
     class Unpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Where a LightningModule has its device mesh. Lightning 2.6; tests/_compat/test_device_mesh.py reads it."""
+"""The attribute of a LightningModule that has its device mesh. Lightning 2.6; tests/_compat/test_device_mesh.py reads it."""
 
 from __future__ import annotations
 

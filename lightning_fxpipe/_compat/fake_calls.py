@@ -50,7 +50,7 @@ class Made:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a call has returned: a tensor, or ``container`` of several; for a number one of its arguments."""
+    """Result of a call: a tensor, or ``container`` of several; for a number one of its arguments."""
 
     results: tuple[Made | int, ...]
     container: type | None
@@ -66,7 +66,7 @@ class Likeness:
         self._attributes = frozenset({*vars(plain), "_is_param"})
 
     def is_bare(self, tensor: Tensor) -> bool:
-        """Whether nobody has set an attribute on a tensor."""
+        """Returns True if a tensor has no attributes but torch's."""
         return vars(tensor).keys() <= self._attributes
 
     def describe(self, values: Iterable[Any], parts: list[Any], tensors: list[FakeTensor]) -> None:
@@ -99,7 +99,8 @@ class Likeness:
                 raise Unlike
 
     def made(self, results: Iterable[Any], tensors: Sequence[FakeTensor]) -> Iterator[Made | int]:
-        """What results of a call with ``tensors`` are: one of these, by its index, or what a copy can be made of.
+        """Yields for each result of a call with ``tensors`` the index of one of these, or the data that a copy can be made
+        of.
 
         Raises:
             Unlike: One is none of both.
@@ -226,7 +227,7 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _follows_from_metadata(func: Any) -> bool:
-    """Whether what an operator returns, but for values, can only follow from its arguments, but for theirs."""
+    """Returns True if what an operator returns, but for values, can only follow from its arguments, but for theirs."""
     is_torchs = isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
     return is_torchs and func._schema.name not in _LIFTS and not _BY_VALUES.intersection(func.tags)
 
@@ -243,7 +244,7 @@ def _only(indices: Sequence[int]) -> int:
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
-    """Whether there is no more to a tensor than memory, sizes, strides, type and device."""
+    """Returns True if there is no more to a tensor than memory, sizes, strides, type and device."""
     is_more = tensor.constant is not None or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     return tensor.layout is torch.strided and not is_more
 

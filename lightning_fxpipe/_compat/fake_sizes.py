@@ -49,7 +49,7 @@ class Sizes(ShapeEnv):
         return symbol, make(symbol, hint=value, source=source)
 
     def create_symintnode(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch does."""
+        """Replaces torch's function."""
         size = super().create_symintnode(*args, **kwargs)
         if isinstance(size, torch.SymInt):
             size.node.__class__ = _Size
@@ -83,7 +83,7 @@ class _Size(SymNode):
     _as_int: tuple[int, int | None] = (-1, None)  # with the number of replacements for which it holds
 
     def maybe_as_int(self) -> int | None:
-        """As torch does, which walks through the expression for each size of each tensor that it makes."""
+        """Replaces torch's function, which walks through the expression for each size of each tensor that it makes."""
         num_replacements = _num_replacements(self.shape_env)
         if self._as_int[0] != num_replacements:
             self._as_int = (num_replacements, super().maybe_as_int())

@@ -114,14 +114,16 @@ def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
 
 
 def takes_batch_idx(step: Callable[..., Any]) -> bool:
-    """Whether the Trainer's loops call a step with the batch's index; the rule has no documented name. Lightning 2.6."""
+    """Returns True if the Trainer's loops call a step with the batch's index; the rule has no documented name. Lightning
+    2.6.
+    """
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
 def takes_loader(step: Callable[..., Any]) -> bool:
-    """Whether the Trainer's loops give a step the iterator of the dataloader in place of a batch. Lightning 2.6."""
+    """Returns True if the Trainer's loops give a step the iterator of the dataloader in place of a batch. Lightning 2.6."""
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
@@ -185,7 +187,7 @@ def num_optimizers(configured: Any) -> tuple[int, int]:
 
 
 def has_validation(trainer: Trainer) -> bool:
-    """Whether a fit validates. The loop's data source has no public name. Lightning 2.6."""
+    """Returns True if a fit validates. The loop's data source has no public name. Lightning 2.6."""
     return bool(trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()) and trainer.limit_val_batches != 0
 
 
@@ -318,7 +320,7 @@ def batch_counter(trainer: Trainer, kind: str) -> int:
 
 
 def zeroes_gradients(trainer: Trainer) -> bool:
-    """Whether Lightning sets the gradients to zero between the training step that runs and its backward pass.
+    """Returns True if Lightning sets the gradients to zero between the training step that runs and its backward pass.
 
     It does where the batch is the first of those that are accumulated. What says so is in a closure. Lightning 2.6.
     """
@@ -350,19 +352,21 @@ def _callbacks(trainer: Any, kind: Any) -> list[Any]:
 
 
 def has_no_optimizer(optimizers: Sequence[Any]) -> bool:
-    """Whether ``configure_optimizers`` has returned None; Lightning then has an optimizer that does nothing. Lightning 2.6."""
+    """Returns True if ``configure_optimizers`` has returned None; Lightning then has an optimizer that does nothing.
+    Lightning 2.6.
+    """
     from lightning.pytorch.core.optimizer import _MockOptimizer
 
     return len(optimizers) == 1 and isinstance(optimizers[0], in_all_roots(_MockOptimizer))
 
 
 def validates_by_time(trainer: Trainer) -> bool:
-    """Whether ``val_check_interval`` is a time; the Trainer keeps it under a private name. Lightning 2.6."""
+    """Returns True if ``val_check_interval`` is a time; the Trainer keeps it under a private name. Lightning 2.6."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 def syncs_batch_norm(trainer: Trainer) -> bool:
-    """Whether ``sync_batchnorm=True``; the Trainer gives it to its strategy under a private name. Lightning 2.6."""
+    """Returns True if ``sync_batchnorm=True``; the Trainer gives it to its strategy under a private name. Lightning 2.6."""
     return getattr(trainer.strategy, "_layer_sync", None) is not None
 
 
@@ -393,7 +397,7 @@ def checkpoints_in_background(
 
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:
-    """Where the Trainer looks for its last checkpoint, as far as that is known before a run."""
+    """Returns the folders in which the Trainer will search for its last checkpoint, as far as they are known before a run."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     default = os.path.join(trainer.default_root_dir, "checkpoints")

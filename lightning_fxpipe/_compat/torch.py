@@ -132,7 +132,7 @@ class FakeWorld:
         return [guard.expr for guard in self.shape_env.guards]
 
     def is_contiguous(self, tensor: Tensor) -> bool:
-        """Whether a fake is laid out contiguously; asking adds no guard."""
+        """Returns True if a fake is laid out contiguously; asking adds no guard."""
         with self.shape_env.suppress_guards():
             return tensor.is_contiguous()
 
@@ -184,7 +184,7 @@ class StandIns:
 
 
 def depends_on_data(value: Any) -> bool:
-    """Whether a symbolic number was taken out of a tensor, so that no input's shape gives it."""
+    """Returns True if a symbolic number was taken out of a tensor, so that no input's shape gives it."""
     return bool(free_unbacked_symbols(value))
 
 
@@ -229,7 +229,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_in_memory(tensor: Tensor, storages: Collection[int]) -> bool:
-    """Whether a tensor's memory is one of those that :func:`storage_key` names."""
+    """Returns True if a tensor's memory is one of those that :func:`storage_key` names."""
     return bool(storages) and tensor.layout is torch.strided and storage_key(tensor) in storages
 
 
@@ -263,7 +263,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def unscaling_watched(scaler: Any, after: Callable[[dict[torch.device, Tensor]], None]) -> tuple[Any, str, Any]:
-    """What to patch so that ``after`` sees, and changes, what a ``GradScaler`` finds when it looks for infinite gradients.
+    """Returns a patch with which ``after`` sees, and changes, the result of a ``GradScaler``'s search for infinite gradients.
 
     That is a flag for each device. Whether a step is skipped and how the scale goes on follow from these flags; no public
     method has them. torch 2.9-2.15.
@@ -355,7 +355,7 @@ def _remove(owner: Any, name: str) -> None:
 
 
 def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContextManager[None] | None]) -> tuple[Any, str, Any]:
-    """What to patch so that functions under ``checkpoint(use_reentrant=False)`` run in a block of ours instead.
+    """Returns a patch with which functions under ``checkpoint(use_reentrant=False)`` run in a block of ours instead.
 
     ``checkpoint`` is imported by name everywhere, so it cannot be replaced; the generator that it calls can. torch 2.9-2.15;
     since 2.14 it has another name, and takes the function's arguments as a tuple and a dict.
@@ -384,7 +384,8 @@ def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContext
 
 def tensors_moved_along(root: nn.Module) -> list[Tensor]:
     """The tensors that ``root.to(...)`` moves besides parameters and buffers, such as the states of metrics: those that a class
-    asks about in an ``_apply`` of its own. Nothing is moved. torch 2.9-2.15."""
+    asks about in an ``_apply`` of its own. Nothing is moved. torch 2.9-2.15.
+    """
     moved: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -405,7 +406,7 @@ def tensors_moved_along(root: nn.Module) -> list[Tensor]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether user hooks run around the module's forward."""
+    """Returns True if user hooks run around the module's forward."""
     own = vars(module)
     return any(own[name] if name in own else getattr(module, name) for name in _HOOKS)
 

@@ -31,7 +31,7 @@ _ATTEMPTS = 100
 
 
 class Replacement:
-    """What is being written, and is to become ``path``. One process makes it; others may write into it, too.
+    """A file or folder that is being written, and will become ``path``. One process makes it; others may write into it, too.
 
     Attributes:
         new: Where to write it: a place where nothing is yet, in a folder that exists.
@@ -60,7 +60,7 @@ class Replacement:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what gets the name after the block, if that ends well."""
+    """Yields a path to write to, which gets the final name after the block unless that fails."""
     replacement = Replacement(path)
     try:
         yield replacement.new
@@ -100,7 +100,7 @@ def link(target: Path, path: Path) -> None:
 
 
 def is_linked(path: Path) -> bool:
-    """Whether a symbolic link beside a path leads to it."""
+    """Returns True if a symbolic link beside a path leads to it."""
     with contextlib.suppress(OSError):
         return any(entry.is_symlink() and entry.resolve() == path.resolve() for entry in path.parent.iterdir())
     return False
@@ -175,7 +175,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one with this name."""
+    """Returns True if an open file is still the one with this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -232,7 +232,7 @@ def _delete(path: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder that another process may remove at any time. ``Path.glob`` looks for it, then reads it.
+    """Lists a folder that another process may remove at any time; ``Path.glob`` checks first, and reads later.
 
     Nothing where it can be none, as a file is in its path: all ranks hear of that together, from the one that saves.
     """

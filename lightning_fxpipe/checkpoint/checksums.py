@@ -34,7 +34,7 @@ def checksum(value: Tensor | bytes | memoryview) -> int:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Those of a folder, or of a safetensors file.
+    """Checksums of the values in a folder or in a safetensors file.
 
     Attributes:
         values: Of tensors, and of other values as they are written, by their keys.
@@ -94,7 +94,7 @@ def check_archive(file: Path | IO[bytes], where: str, is_checked: Callable[[int]
 
 
 def has_checksums(path: Path) -> bool:
-    """Whether :func:`check_archive` has anything to compare."""
+    """Returns True if :func:`check_archive` has anything to compare."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

@@ -36,7 +36,7 @@ from lightning_fxpipe.errors import FxPipeError
 
 
 class Target(Enum):
-    """What a checkpoint can be converted to."""
+    """Formats that a checkpoint can be converted to."""
 
     FOLDER = "folder"
     FILE = "file"
@@ -44,7 +44,7 @@ class Target(Enum):
 
     @classmethod
     def of(cls, path: str) -> Target:
-        """What a path's name means."""
+        """Returns the format that a path's name stands for."""
         if path.endswith("/") or not Path(path).suffix:
             return cls.FOLDER
         return cls.SAFETENSORS if path.endswith(".safetensors") else cls.FILE
@@ -52,7 +52,7 @@ class Target(Enum):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What has been converted.
+    """Result of a conversion.
 
     Attributes:
         source: The format that was found.

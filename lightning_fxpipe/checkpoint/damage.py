@@ -30,7 +30,7 @@ def damage_told(where: str) -> Iterator[None]:
 
 
 def names_a_class(error: pickle.UnpicklingError) -> bool:
-    """Whether torch refuses a class or function of a file, which is no damage."""
+    """Returns True if torch refuses a class or function of a file, which is no damage."""
     return "GLOBAL" in text_of(error) or "unrecognized function" in text_of(error)
 
 

@@ -56,7 +56,7 @@ class Folder:
 
     @cached_property
     def checksums(self) -> Checksums | None:
-        """Those of a folder of ours."""
+        """Returns the checksums of a folder that this package has written."""
         file = self.location.inside(CHECKSUMS_FILE)
         if not file.exists():
             return None
@@ -84,7 +84,7 @@ class Folder:
         return folder_reader(self.location.path, self.location.text, self.location.options, self._metadata)
 
     def lacks(self) -> Iterator[str]:
-        """What is missing of it, or cut."""
+        """Yields the parts that are missing or cut."""
         names = [name for name in (".metadata", metadata_filename()) if self.location.inside(name).num_bytes is None]
         yield from (f"no {name}" for name in names)
         if ".metadata" in names:
@@ -161,7 +161,7 @@ class Folder:
             return result
 
     def read_rest(self) -> dict[str, Any]:
-        """What Lightning keeps beside the states of model and optimizers: loops, callbacks, hyperparameters."""
+        """Reads Lightning's own entries beside the states of model and optimizers: loops, callbacks, hyperparameters."""
         with damage_told(self.location.text), self._checked(metadata_filename()) as path:
             return dict(unpickled(path, self.location.inside(metadata_filename()).text, self.reading))
 

@@ -39,7 +39,7 @@ _WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 class Format(Enum):
-    """What a checkpoint is written as."""
+    """Formats of checkpoints on disk."""
 
     FOLDER = "folder of torch.distributed.checkpoint"
     FILE = "single file of a Trainer"
@@ -49,13 +49,13 @@ class Format(Enum):
 
     @property
     def has_weights_only(self) -> bool:
-        """Whether there is nothing in it that a run could go on with."""
+        """True if there is nothing in it that a run could go on with."""
         return self not in (Format.FOLDER, Format.FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """What a single file or a folder of weights holds.
+    """Contents of a single file, or of a folder of weights.
 
     Attributes:
         format: What it was read from.
@@ -71,7 +71,7 @@ class StoredCheckpoint:
 
 
 def is_distributed_folder(path: Path) -> bool:
-    """Whether torch.distributed.checkpoint has written the folder, to its end or not."""
+    """Returns True if torch.distributed.checkpoint has written the folder, to its end or not."""
     return (path / ".metadata").is_file() or (path.is_dir() and any(path.glob("*.distcp")))
 
 
@@ -116,7 +116,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def _as_trainer_checkpoint(content: Any) -> tuple[Format, dict[str, Any]] | None:
-    """What a file holds in the layout of a plain Trainer; None for something unknown."""
+    """Converts a file's contents to the layout of a plain Trainer; returns None for an unknown format."""
     if not isinstance(content, Mapping) or not content:
         return None
     if VERSION_KEY in content:
@@ -142,7 +142,7 @@ def taken_optimizers(*entries: dict[str, Any]) -> list[Any]:
 
 
 def _is_state_dict(content: Mapping[Any, Any]) -> bool:
-    """Whether all is tensors; modules may keep other things beside them (``get_extra_state``), and metrics lists."""
+    """Returns True if all is tensors; modules may keep other things beside them (``get_extra_state``), and metrics lists."""
     named = all(isinstance(key, str) for key in content)
     return (
         named

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, found without reading its tensors and without running code of it."""
+"""Contents of a checkpoint, listed without reading its tensors and without running code of it."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _dtype_words(dtype: torch.dtype) -> str:
 
 
 def _states_by_name(states: Mapping[Any, Any]) -> dict[str, list[Any]]:
-    """What an optimizer keeps for its parameters, by the names that it has for it."""
+    """Lists an optimizer's entries for its parameters, by its own names for these."""
     found: dict[str, list[Any]] = {}
     for state in states.values():
         for name, value in state.items() if isinstance(state, Mapping) else ():

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a path of this machine, or a URL of any file system that fsspec knows."""
+"""Location of a checkpoint: a path on this machine, or a URL of any file system that fsspec knows."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ class Location:
         return url_to_fs(self.text, **self.options)[0]
 
     def exists(self) -> bool:
-        """Whether there is a file or folder."""
+        """Returns True if there is a file or folder."""
         return self.path.exists() if self.path is not None else bool(self.system.exists(self.text))
 
     @property
     def num_bytes(self) -> int | None:
-        """Of a file; None where there is none."""
+        """Returns the size of a file; None if there is none."""
         try:
             return self.path.stat().st_size if self.path is not None else int(self.system.size(self.text))
         except FileNotFoundError:
             return None
 
     def version(self) -> str:
-        """What tells a file from another that has its name later; the same on every machine that sees it."""
+        """Returns a text that differs for a later file of the same name; the same on every machine that sees the file."""
         if self.path is None:
             return str(self.system.ukey(self.text))
         found = self.path.stat()

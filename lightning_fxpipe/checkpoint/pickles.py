@@ -1,4 +1,4 @@
-"""What ``torch.save`` has written, read with care: nothing runs that the user does not trust, and damage is told."""
+"""Files of ``torch.save``, read with care: only trusted code runs, and damage is reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reading:
 
 
 def unpickled(file: Path | IO[bytes], where: str, reading: Reading) -> Any:
-    """What ``torch.save`` has written, with tensors that are mapped from a file with a path.
+    """Reads a file of ``torch.save``; its tensors are mapped from the file if that has a path.
 
     Raises:
         FxPipeError: It is damaged, or nothing of torch's.

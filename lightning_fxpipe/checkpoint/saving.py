@@ -115,7 +115,7 @@ class Saver:
             unless_failed()
 
     def is_started(self, path: Path) -> bool:
-        """Whether a path may still be being written; the same on every rank."""
+        """Returns True if a path may still be being written; the same on every rank."""
         return any(job.path == path for job in self._jobs)
 
     def _begin(self, work: Callable[[], None], path: Path, moment: int) -> None:
@@ -216,7 +216,8 @@ def portable(error: Exception) -> Exception:
 
 
 def folder_writer(parts: Mapping[str, Any], rest: Mapping[str, Any], *, copied: bool) -> Write:
-    """What writes a checkpoint as a folder of ``torch.distributed.checkpoint`` with Lightning's file in it.
+    """Returns a function that writes a checkpoint as a folder of ``torch.distributed.checkpoint`` with Lightning's file in
+    it.
 
     Args:
         parts: What each rank has a part of.
@@ -326,7 +327,7 @@ class _Planner(DefaultSavePlanner):
         self.checksums: dict[str, int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What is written next."""
+        """Returns the next value to write."""
         data = super().resolve_data(write_item)
         if isinstance(data, Tensor):
             data = data.detach().cpu()  # as torch would
@@ -355,12 +356,12 @@ def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str
 
 
 def _is_structure(path: tuple[str | int, ...], value: Any) -> bool:
-    """Whether it is a part of the checkpoint, or an optimizer's states, of which a rank may have none."""
+    """Returns True if it is a part of the checkpoint, or an optimizer's states, of which a rank may have none."""
     return isinstance(value, Mapping) and (len(path) < 2 or path[1:] == ("state",))
 
 
 def _is_opened(value: Any) -> bool:
-    """Whether a container's entries are stored one by one: torch makes names strings, and forgets what is empty."""
+    """Returns True if a container's entries are stored one by one: torch makes names strings, and forgets what is empty."""
     if isinstance(value, Mapping):
         return bool(value) and all(isinstance(key, str) for key in value)
     return isinstance(value, list) and any(isinstance(entry, Tensor) or _is_opened(entry) for entry in value)

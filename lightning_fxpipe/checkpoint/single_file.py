@@ -64,7 +64,7 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
 
 
 def file_writer(whole: dict[str, Any] | None, *, copied: bool) -> Write:
-    """What writes a checkpoint as a single file.
+    """Returns a function that writes a checkpoint as a single file.
 
     Args:
         whole: The checkpoint, on rank 0.
@@ -93,7 +93,7 @@ def save_file_at(location: Location, checkpoint: dict[str, Any], fqns: Collectio
 
 
 def _collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | None:
-    """What any rank has, on rank 0, in which the values that it has itself go before; None on others. Called by every rank.
+    """Collects the values of all ranks on rank 0, whose own take precedence; returns None on others. Called by every rank.
 
     Args:
         mine: This rank's values: tensors, containers of tensors, or anything that can be pickled.
@@ -115,7 +115,9 @@ def _collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | No
 
 
 def with_numbers(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """As a plain Trainer writes it: parameters of optimizers numbered, and what the numbers mean beside them."""
+    """Converts a checkpoint to a plain Trainer's layout: parameters of optimizers numbered, with a table of the numbers
+    beside.
+    """
     if not is_by_fqn(checkpoint):
         return checkpoint
     states = checkpoint["optimizer_states"]
@@ -125,7 +127,7 @@ def with_numbers(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_by_fqn(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether there are optimizers, and all of their parameters have names."""
+    """Returns True if there are optimizers, and all of their parameters have names."""
     states = checkpoint.get("optimizer_states") or []
     groups = [group for state in states for group in state.get("param_groups", ())]
     return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])

@@ -56,7 +56,7 @@ def without_notes(checkpoint: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def drop_placeholders(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is no placeholder."""
+    """Returns the entries that are no placeholders."""
     return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
 
 
@@ -111,7 +111,7 @@ def _has_names_of(value: Any, names: Set[str]) -> bool:
 
 
 def checkpoint_of_folder(folder: Folder, rest: Mapping[str, Any], is_wanted: Callable[[KeyPath], bool]) -> dict[str, Any]:
-    """What a Trainer has in place of a folder, optimizers by FQN.
+    """Returns the dict that a Trainer has in place of a folder, with optimizers by FQN.
 
     Args:
         folder: The folder.
@@ -131,7 +131,7 @@ def checkpoint_of_folder(folder: Folder, rest: Mapping[str, Any], is_wanted: Cal
 
 
 def rest_of(folder: Folder) -> dict[str, Any]:
-    """What a folder has beside the tensors; raises :class:`FxPipeError` where it has lost its checksums."""
+    """Reads the part of a folder that is no tensors; raises :class:`FxPipeError` if its checksums are lost."""
     rest = folder.read_rest()
     if folder.checksums is None and entry_of(rest).get(_CHECKSUMS):
         raise damage_error(folder.location.text, f"no {CHECKSUMS_FILE}")
@@ -208,14 +208,14 @@ def read_checkpoint(location: Location, module: nn.Module, reading: Reading, int
 
 
 def is_folder(location: Location) -> bool:
-    """Whether a location is a folder of torch.distributed.checkpoint, complete or not."""
+    """Returns True if a location is a folder of torch.distributed.checkpoint, complete or not."""
     if location.path is None:
         return bool(location.system.isdir(location.text))
     return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
 
 
 def version_of(location: Location) -> str:
-    """What tells a checkpoint from another that has its name later; empty where there is none."""
+    """Returns a text that differs for a later checkpoint of the same name; empty if there is none."""
     main = location.inside(metadata_filename()) if is_folder(location) else location
     return main.version() if main.exists() else ""
 
@@ -248,7 +248,7 @@ def in_order(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def prefix_of(names: Collection[str], expected: Collection[str]) -> str:
-    """What is before each of the names in the module: they may be those of a model inside it. Empty where that is not clear."""
+    """Returns the prefix of all names in the module: they may be those of a model inside it. Empty if it is ambiguous."""
     if not names or not {*names}.isdisjoint(expected):
         return ""
     first = next(iter(names))

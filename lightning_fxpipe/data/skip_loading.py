@@ -59,7 +59,7 @@ class Sparing:
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:
-        """The same for all ranks of all replicas, which load other batches."""
+        """Group of all ranks of all replicas, which load other batches, for small messages."""
         return self._topology.everyone
 
     def move_to(self, topology: Topology) -> None:
@@ -97,7 +97,7 @@ class Sparing:
         return frozenset() if kind is None else self._spared.get(kind, frozenset())
 
     def is_spared(self, kind: StepKind | None) -> bool:
-        """Whether this rank is one of them."""
+        """Returns True if this rank is one of them."""
         return self._topology.rank in self.ranks(kind)
 
     def consider(self, kind: StepKind | None, batch: Any) -> None:
@@ -142,7 +142,9 @@ class Sparing:
             self._tell_others(kind, (), before)
 
     def _tell_others(self, kind: StepKind | None, batches: tuple[bytes, ...], before: dict[str, Any]) -> tuple[bytes, ...]:
-        """What rank 0 has loaded, on all ranks; those that are spared draw what it has drawn since ``before``."""
+        """Sends the batches that rank 0 has loaded to all ranks; those that skip loading draw the numbers that it drew since
+        ``before``.
+        """
         news = None
         if self._topology.is_last:
             now = rng_state()

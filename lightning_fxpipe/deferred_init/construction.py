@@ -77,16 +77,16 @@ class Construction(Recording):
                 self._registered[id(tensor)] = tensor, version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made, or first registered, while this was recording."""
+        """Returns True if a tensor was made, or first registered, while this was recording."""
         return id(tensor) in self._registered or self.knows(tensor)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether nobody has changed a tensor while this was not recording."""
+        """Returns True if a tensor has not changed while this was not recording."""
         _, version = self._registered.get(id(tensor), (tensor, version_of(tensor)))
         return self.knows(tensor) and version == version_of(tensor) and id(tensor) not in self._changed
 
     def pretends(self, tensor: Tensor) -> bool:
-        """Whether a tensor on the meta device is one that the block takes for a real one."""
+        """Returns True if a tensor on the meta device is one that the block takes for a real one."""
         return storage_key(tensor) in self._pretending
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:

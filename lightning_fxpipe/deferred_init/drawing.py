@@ -48,7 +48,7 @@ def spend(function: Any, scalars: Sequence[Any], kwargs: Mapping[str, Any], blan
 
 @lru_cache(maxsize=256)
 def _draws_in_parts(function: Any, scalars: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether parts, of which the last is not small, take from the generator what the whole takes; tried out."""
+    """Returns True if parts, of which the last is not small, take from the generator what the whole takes; tried out."""
     states = []
     for parts in ((3 * 64 + 7,), (64, 64, 64 + 7)):
         generator = torch.Generator(device).manual_seed(1)

@@ -34,19 +34,19 @@ class Constructions:
 
     @contextmanager
     def recording(self, device: torch.device, *, draws: bool) -> Iterator[None]:
-        """What is made in the block has no data."""
+        """Makes tensors without data in the block."""
         construction = Construction(device, draws=draws)
         with construction.recording():
             yield
         self._all.append(construction)
 
     def changing(self, module: nn.Module) -> AbstractContextManager[None]:
-        """What the block does to a module is part of its construction."""
+        """Counts changes that the block makes to a module as part of its construction."""
         construction = self._of(module)
         return nullcontext() if construction is None else construction.recording()
 
     def take(self, module: nn.Module, *, draws: bool) -> Materials:
-        """What a module's values come from. Its construction is then over.
+        """Ends a module's construction; returns the record from which its values are made.
 
         Args:
             module: With all of its tensors, whether they have data or not.
@@ -273,7 +273,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _is_inside_model(root: nn.Module, module: nn.Module) -> bool:
-    """Whether a model that initialises itself contains the module, and initialises it in its turn."""
+    """Returns True if a model that initialises itself contains the module, and initialises it in its turn."""
     owners = (other for other in root.modules() if callable(getattr(other, "initialize_weights", None)))
     return any(owner is not module and module in set(owner.modules()) for owner in owners)
 

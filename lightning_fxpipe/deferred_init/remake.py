@@ -28,7 +28,7 @@ _DRAWS_LIKE = {"rand": torch.ops.aten.uniform_.default, "randn": torch.ops.aten.
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a tensor lies: its storage, and its shape in there."""
+    """Storage of a tensor, and its shape and strides in there."""
 
     storage: int
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class Recording:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is known of any tensor."""
+        """True if nothing is known of any tensor."""
         return not self._storages
 
     def know(self, tensor: Tensor) -> None:
@@ -127,11 +127,11 @@ class Recording:
         self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor without data has been taken up."""
+        """Returns True if a tensor without data has been taken up."""
         return storage_key(tensor) in self._storages
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether steps have given the tensor values."""
+        """Returns True if steps have given the tensor values."""
         return self._written.get(storage_key(tensor), 0) >= tensor.numel()
 
     def add(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Sequence[Tensor]) -> bool:
@@ -175,7 +175,7 @@ class Recording:
         return is_random(function)
 
     def needs_draws(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether tensors depend on random numbers that have not been drawn yet."""
+        """Returns True if tensors depend on random numbers that have not been drawn yet."""
         needed = self._steps_needed({storage_key(tensor) for tensor in tensors}, len(self._steps), {}, 0)
         return not set(self._undrawn).isdisjoint(needed)
 
@@ -299,7 +299,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def is_random(function: Any) -> bool:
-    """Whether an operator draws random numbers."""
+    """Returns True if an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
@@ -323,5 +323,5 @@ def _fills_storage(tensor: Tensor) -> bool:
 
 
 def is_empty_memory(function: Any) -> bool:
-    """Whether an operator returns memory that holds nothing yet."""
+    """Returns True if an operator returns memory that holds nothing yet."""
     return "empty" in str(function)

@@ -77,7 +77,7 @@ def of_last_stage(value: Value, topology: Topology) -> Value:
 
 
 def any_rank(vote: bool, topology: Topology) -> bool:
-    """Whether any rank says yes. Called by every rank of the pipeline."""
+    """Returns True if any rank says yes. Called by every rank of the pipeline."""
     return any(gather_values(topology.control_group, vote))
 
 

@@ -1,4 +1,4 @@
-"""What the last stage's rank, which alone runs the whole step, tells the others to do."""
+"""Commands of the last stage's rank, which alone runs the whole step, to the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAG = 1
 
 
 class Command(IntEnum):
-    """What comes next."""
+    """Kinds of commands."""
 
     DONE = 0  # with the backward pass; a number is the factor of the gradients that an interleaved batch has parked
     BACKWARD = 1  # through the stages; a number says whether what they saved is kept for one more
@@ -53,7 +53,7 @@ class Commands:
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank tells, and the others hear."""
+        """True if this rank tells, and the others hear."""
         return self.group is None or dist.get_rank() == self.source
 
     def tell(self, command: Command, *numbers: float) -> None:
@@ -80,7 +80,7 @@ class Commands:
         return found
 
     def hears_of(self, command: Command) -> bool:
-        """Whether the next command is this one, which is heard then; another is left to :meth:`hear`."""
+        """Returns True if the next command is this one, which is heard then; another is left to :meth:`hear`."""
         self._next = self._next or self._receive()
         if self._next[0] is not command:
             return False

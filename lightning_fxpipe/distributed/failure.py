@@ -100,7 +100,7 @@ def end_run() -> None:
 
 
 def has_failed() -> bool:
-    """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
+    """Returns True if this rank is on its way out of a run that failed: the others do not answer any more."""
     watch = current_watch()
     return watch is not None and watch.has_failed
 
@@ -112,7 +112,7 @@ def num_failed_runs() -> int:
 
 
 def have_all_stopped_at(progress: Any, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks have come here after a failure, and have made the same progress.
+    """Returns True if all ranks have come here after a failure, and have made the same progress.
 
     So it is where each has failed by itself, or all were interrupted. Where one has failed while others waited for it, the
     connections between them are broken.
@@ -142,7 +142,7 @@ def _watch_of(world: dist.ProcessGroup) -> FailureWatch:
 
 
 class FailureWatch:
-    """What a rank knows of failures, its own and those of others."""
+    """Failures that a rank knows of: its own and those of others."""
 
     def __init__(self, rank: int) -> None:
         self.connections = Connections()
@@ -166,7 +166,7 @@ class FailureWatch:
 
     @property
     def knows_failure(self) -> bool:
-        """Whether any rank has failed in the current or last run."""
+        """True if any rank has failed in the current or last run."""
         return self._own is not None or self._first() is not None
 
     @property
@@ -175,12 +175,12 @@ class FailureWatch:
         return self._lifeline
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has ended its program, or is about to."""
+        """Returns True if a rank has ended its program, or is about to."""
         return self._lifeline is not None and rank in self._lifeline.left
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
+        """True if this rank is on its way out of a run that failed: the others do not answer any more."""
         return self._in_run and self._ended.is_set()
 
     def begin_run(self, address: str, silence_seconds: float) -> None:
@@ -253,7 +253,7 @@ class FailureWatch:
         return next((failure for failure in self._failures if failure.run >= self._run), None)
 
     def _is_news(self, failure: Failure) -> bool:
-        """Whether this rank did not know."""
+        """Returns True if this rank did not know."""
         return failure.rank != self._rank or failure.is_loss
 
     def _failure_of_others(self, seconds: float) -> Failure | None:
@@ -395,7 +395,7 @@ def _end_workers() -> None:
 
 
 def _raised_for(failure: Failure, rank: int) -> BaseException:
-    """What is raised on a rank for another's failure, or for its own being lost."""
+    """Returns the exception to raise on a rank for another's failure, or for the loss of its own connection."""
     if failure.is_interrupt:
         return KeyboardInterrupt()
     if failure.exit_code is not None:
@@ -413,7 +413,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _afterwards(error: BaseException, failure: Failure) -> str:
-    """What else failed on the way out after a failure, such as a hook for exceptions."""
+    """Describes further failures after the first one, such as of a hook for exceptions."""
     own = takewhile(lambda one: not isinstance(one, PeerError) and _summary(one) != failure.summary, chain_of(error))
     return "".join(f"; then {_summary(one)}" for one in reversed(list(own)) if not _is_lost_connection(one))
 
@@ -440,7 +440,7 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether the error only says that a neighbour has gone; torch has no type for that with gloo."""
+    """Returns True if the error only says that a neighbour has gone; torch has no type for that with gloo."""
     if isinstance(error, (DistBackendError, DistNetworkError)):
         return True
     return type(error) is RuntimeError and any(

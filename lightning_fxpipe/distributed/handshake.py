@@ -29,7 +29,7 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """Where rank 0 listens, and what proves that one is a rank: not every process that can reach the port is."""
+    """Addresses on which rank 0 listens, and the secret that proves a peer to be a rank: any process may reach the port."""
 
     hosts: tuple[str, ...]
     port: int
@@ -88,7 +88,7 @@ def _listen(address: str, *, is_local: bool) -> socket.socket | None:
 
 
 def _places(address: str, *, is_local: bool) -> Iterator[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Where rank 0 may listen, best first: where nobody but the ranks can come, if there is such a place."""
+    """Yields addresses on which rank 0 may listen, best first: those that only the ranks can reach, if there are any."""
     if is_local:
         yield socket.AF_INET, ("127.0.0.1", 0)
         yield socket.AF_INET6, ("::1", 0)
@@ -190,7 +190,7 @@ def _welcomed(connection: socket.socket) -> bool:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the other end has neither hung up nor gone; it says nothing before all are connected."""
+    """Returns True if the other end has neither hung up nor gone; it says nothing before all are connected."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
     except BlockingIOError:

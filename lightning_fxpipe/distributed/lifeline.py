@@ -104,7 +104,6 @@ class Lifeline:
                 self.on_decision(news)
 
     def _listen(self) -> None:
-        """What the thread does."""
         lines = {rank: Lines() for rank in self._sockets}
         with selectors.DefaultSelector() as selector:
             for rank, connection in self._sockets.items():
@@ -135,7 +134,9 @@ class Lifeline:
         return bool(data)
 
     def _may_say(self, rank: int, news: News) -> bool:
-        """Whether news is of the rank itself; but rank 0 speaks for all, and the others find out that it has stopped."""
+        """Returns True if news is of the rank itself; but rank 0 speaks for all, and the others find out that it has
+        stopped.
+        """
         return rank in (0, news.rank) or (isinstance(news, Failure) and news.is_silence and news.rank == 0)
 
     # ------------------------------------------------------------------ ranks that are lost

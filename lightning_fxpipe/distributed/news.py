@@ -1,4 +1,4 @@
-"""What ranks tell each other over the lifeline: a line of JSON each. An empty line only says that the rank is there."""
+"""Messages between ranks over the lifeline: a line of JSON each. An empty line is a heartbeat."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Failure:
 
     @property
     def is_loss(self) -> bool:
-        """Whether others have found it: the rank has died, or does not answer."""
+        """True if others have found it: the rank has died, or does not answer."""
         return self.run == sys.maxsize
 
     @property
     def sentence(self) -> str:
-        """What happened and where."""
+        """Describes the event and its place."""
         return f"rank {self.rank} {'' if self.is_silence else 'failed: '}{self.summary}"
 
 
@@ -90,7 +90,7 @@ def encode(news: News) -> bytes:
 
 
 def decode(line: bytes) -> News | None:
-    """What a line says; None where it is no news."""
+    """Parses a line; returns None if it is no message."""
     try:
         ((name, values),) = json.loads(line).items()
         kind, types = _TYPES[name]

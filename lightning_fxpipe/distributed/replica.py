@@ -1,4 +1,4 @@
-"""What user code sees of a pipeline's processes: one replica, as on one device, or one of several, as under DDP.
+"""View of user code on a pipeline's processes: one replica, as on one device, or one of several, as under DDP.
 
 A step that scales its loss by ``dist.get_world_size()``, or gathers the embeddings of all replicas, runs on all ranks of a
 pipeline, of which only the last comes to its end: what it gathers would be wrong, or the call would wait for ever. So while a
@@ -68,7 +68,7 @@ _COLLECTIVES: dict[str, tuple[str, str]] = {
 
 
 class _Now(threading.local):
-    """What runs in a thread: user code that computes, or that acts; or neither, as in one that writes a checkpoint."""
+    """State of a thread: user code that computes, user code that acts, or neither, as in one that writes a checkpoint."""
 
     is_computing = False
     is_acting = False
@@ -93,7 +93,7 @@ class Replica:
 
     @property
     def is_computing(self) -> bool:
-        """Whether user code runs in this thread that must do the same on every rank."""
+        """True if user code runs in this thread that must do the same on every rank."""
         return self._now.is_computing
 
     @property
@@ -103,7 +103,7 @@ class Replica:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether user code runs that makes data or models, the same on every rank, and may write, which is done once."""
+        """True if user code runs that makes data or models, the same on every rank, and may write, which is done once."""
         return self._now.is_preparing and not self.is_computing
 
     @contextmanager

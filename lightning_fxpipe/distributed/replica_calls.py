@@ -88,7 +88,8 @@ class ReplicaCalls:
 
     def _in_calls(self, name: str, arguments: dict[str, Any]) -> Any:
         """A collective of tensors of which those that watch a step see the same calls when it is recorded and when it runs:
-        it may be between calls of the model, and then belongs to a stage."""
+        it may be between calls of the model, and then belongs to a stage.
+        """
         given: Tensor = arguments["input_tensor" if "input_tensor" in arguments else "tensor"]
         if name == "all_reduce":
             found = exchanged(all_reduce, given, self._replicas, arguments.get("op", dist.ReduceOp.SUM))
@@ -134,7 +135,9 @@ class ReplicaCalls:
         return found
 
     def _recorded(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What a collective gives while a step is recorded: of the right shapes and kinds, from this replica's."""
+        """Returns tensors like a collective's results while a step is recorded: with the right shapes and kinds, from this
+        replica's.
+        """
         given: Any = next((arguments[key] for key in _GIVEN if arguments.get(key) is not None), None)
         for key in (*_LISTS, *(["object_list"] if "obj" in arguments else [])):
             for index, taken in enumerate(arguments.get(key) or ()):
@@ -148,7 +151,7 @@ class ReplicaCalls:
 
 
 class Done:
-    """What a collective with ``async_op=True`` returns: it is over."""
+    """Handle of a collective with ``async_op=True``, which has finished already."""
 
     def wait(self, timeout: Any = None) -> bool:
         """Does not wait."""

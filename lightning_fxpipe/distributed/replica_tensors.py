@@ -98,7 +98,8 @@ def gathered(tensor: Tensor, replicas: Replicas, group: Any = None, *, sync_grad
 
 
 def gathered_with_gradients(tensor: Tensor, replicas: Replicas) -> Tensor:
-    """As :func:`gathered`; what a replica computes from another's tensor is in the gradients of that one.
+    """Gathers like :func:`gathered`; results that a replica computes from another's tensor count in the gradients of that
+    tensor.
 
     torch's own all_gather with gradients takes ranks of a group for global ones on CPUs (2.13).
     """
@@ -120,7 +121,7 @@ def broadcast(tensor: Tensor, replicas: Replicas, source: int) -> None:
 
 
 def exchanged(exchange: Exchange, tensor: Tensor, replicas: Replicas, *options: Any) -> Tensor:
-    """What an exchange makes of a copy of a tensor; one call for those that watch a step, whether it is recorded or runs."""
+    """Returns the result of an exchange for a copy of a tensor; one call for recorders and for real runs of a step."""
     return cast(Tensor, _Exchange.apply(tensor.detach(), replicas, exchange, *options))  # type: ignore[no-untyped-call]
 
 
@@ -180,7 +181,9 @@ def broadcast_among_replicas(value: Any, replicas: Replicas, source: int) -> Any
 
 
 def voted(decision: bool, replicas: Replicas, *, all: bool) -> bool:
-    """Whether all replicas, or any, say yes. Called by ranks with the same stages; while a step is recorded it is its own."""
+    """Returns True if all replicas, or any, say yes. Called by ranks with the same stages; while a step is recorded it is its
+    own.
+    """
     if makes_fakes():
         return decision
     check_may_talk()

@@ -90,12 +90,12 @@ class Replicas:
 
     @property
     def are_several(self) -> bool:
-        """Whether there are others."""
+        """True if there are others."""
         return self.count > 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is in the replica that writes what is written once."""
+        """True if this rank is in the replica that writes what is written once."""
         return self.index == 0
 
 
@@ -150,7 +150,7 @@ class Topology:
 
     @cached_property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """True if this rank holds the last stage."""
         return self.last_stage in self.stages
 
     @property
@@ -169,8 +169,9 @@ class Topology:
 
     @property
     def can_skip(self) -> bool:
-        """Whether stages may send past others. gloo tells messages apart by tags; NCCL does what two ranks exchange one after
-        the other, so that a message to a far stage could hold up the one that this stage waits for."""
+        """True if stages may send past others. gloo tells messages apart by tags; NCCL does what two ranks exchange one after
+        the other, so that a message to a far stage could hold up the one that this stage waits for.
+        """
         return self.num_ranks == 1 or self.control_group is self.group
 
     @property
@@ -190,7 +191,8 @@ class Topology:
     @property
     def rank_to_users(self) -> int:
         """This rank's number where user code asks for it: the replica's on the rank that ends steps, as if that were the only
-        one; the other ranks' numbers follow after these. With one replica it is the global rank."""
+        one; the other ranks' numbers follow after these. With one replica it is the global rank.
+        """
         return self.replicas.index + self.replicas.count * (self.global_rank(self.rank) - self.first_rank)
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
@@ -198,7 +200,7 @@ class Topology:
         return tuple(dict.fromkeys(map(self.rank_of, stages)))
 
     def holds_any(self, stages: Iterable[int]) -> bool:
-        """Whether this rank has one of some stages."""
+        """Returns True if this rank has one of some stages."""
         return any(stage in self.stages for stage in stages)
 
     @cached_property
@@ -277,7 +279,7 @@ def shared_topology(device: torch.device, timeout: timedelta, placement: Placeme
 
 
 def make_topology(device: torch.device, timeout: timedelta | None = None, placement: Placement | None = None) -> Topology:
-    """As many pipelines as there are ranks for. Called by every rank, with the default process group initialised.
+    """Makes as many pipelines as there are ranks for. Called by every rank, with the default process group initialised.
 
     Args:
         device: This rank's device.

@@ -50,14 +50,16 @@ def send_value(value: Any, target: int, group: dist.ProcessGroup | None) -> None
 
 
 def receive_value(source: int, group: dist.ProcessGroup | None) -> Any:
-    """What ``source`` sends with :func:`send_value`."""
+    """Receives a value that ``source`` sends with :func:`send_value`."""
     box: list[Any] = [None]
     dist.recv_object_list(box, src=source, group=group)
     return _put_together(pickle.loads(box[0]), lambda memory: dist.recv(memory, src=source, group=group))
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
-    """What ``source`` gives, as for :func:`send_value`; the others' does not count. Called by every rank of the group."""
+    """Returns the value of ``source``, as for :func:`send_value`; those of others are ignored. Called by every rank of the
+    group.
+    """
     is_source = dist.get_rank() == source
     description, tensors = _taken_apart(value) if is_source else (None, ())
     description = broadcast_object(description, source, group)
@@ -94,7 +96,7 @@ def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | Non
 
 
 def _taken_apart(value: Any) -> tuple[Any, Iterable[Tensor]]:
-    """What describes a value, and the memory of its tensors; of those on another device one copy at a time."""
+    """Returns a description of a value, and the memory of its tensors; of those on another device one copy at a time."""
     described: dict[Any, Tensor | _Sent] = {}
     tensors: dict[int, Tensor] = {}
 

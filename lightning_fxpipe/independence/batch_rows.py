@@ -1,4 +1,4 @@
-"""Where the tensors of a trace have the batch, and which calls go by the numbers of its rows.
+"""The batch's dimension in the tensors of a trace, and calls that depend on the numbers of its rows.
 
 Code that numbers the rows of a batch is right for microbatches only where the numbers say "each its own": in
 ``mask[torch.arange(len(mask))[:, None], columns]`` row *i* of the result is made of row *i* of the mask, whichever rows a
@@ -80,12 +80,13 @@ class Rows:
         return dims[0] if len(dims) == 1 else None
 
     def has_parts_of_samples(self, value: Tensor) -> bool:
-        """Whether a dimension has some of the samples, or some more: no fixed number of entries for each, as half of a batch,
-        or all of it but the first."""
+        """Returns True if a dimension has some of the samples, or some more: no fixed number of entries for each, as half of
+        a batch, or all of it but the first.
+        """
         return any(not self.is_multiple(self.sizes(value)[dim]) for dim in self.carrying(value))
 
     def is_multiple(self, size: Any) -> bool:
-        """Whether a size is so many for each sample, whatever their number."""
+        """Returns True if a size is so many for each sample, whatever their number."""
         if self.symbol not in (size / self.symbol).free_symbols:
             return True
         size = size.xreplace(self._hints)
@@ -102,7 +103,8 @@ class Rows:
     @cached_property
     def own_numbers(self) -> frozenset[fx.Node]:
         """The numberings of rows, and views of them, that nothing is done with but to take from or put into each row what
-        belongs to it. They are right for a microbatch as the code makes them, and not as a part of those for the batch."""
+        belongs to it. They are right for a microbatch as the code makes them, and not as a part of those for the batch.
+        """
         found: dict[fx.Node, Any] = {}  # their lengths
         for node in self._traced.graph.nodes:
             length = self._length(node, found)
@@ -115,7 +117,7 @@ class Rows:
         return frozenset(own)
 
     def is_numbering(self, node: fx.Node) -> bool:
-        """Whether a call that takes nothing from the batch's tensors gives each row something of its own."""
+        """Returns True if a call that takes nothing from the batch's tensors gives each row something of its own."""
         name = _name(node)
         if name in _ACCUMULATING:
             dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
@@ -126,8 +128,9 @@ class Rows:
         return self._is_of_what_has_no_rows(node.meta.get("part_of", node))
 
     def _is_of_what_has_no_rows(self, node: fx.Node) -> bool:
-        """Whether a call makes rows of what has none, and not all alike as far as can be seen: the first of a table, say. No
-        trial shows it where the table holds zeros for a start."""
+        """Returns True if a call makes rows of what has none, and not all alike as far as can be seen: the first of a table,
+        say. No trial shows it where the table holds zeros for a start.
+        """
         operands = [value for operand in node.all_input_nodes if (value := _tensor(operand)) is not None]
         if any(map(self.carrying, operands)):
             return False
@@ -140,7 +143,7 @@ class Rows:
         return bool(operands and name) and name not in _REPEATING
 
     def calculates_with_number(self, node: fx.Node) -> bool:
-        """Whether a call calculates with the number of samples, and does not just make or take so many rows."""
+        """Returns True if a call calculates with the number of samples, and does not just make or take so many rows."""
         value = _tensor(node)
         if _name(node).strip("_") not in _CALCULATING and (value is None or self.carrying(value)):
             return False
@@ -148,7 +151,7 @@ class Rows:
         return any(self.symbol in size.free_symbols for size in sizes)
 
     def picks_rows(self, node: fx.Node, unit: Any) -> bool:
-        """Whether a call takes from or puts into rows by their numbers, in another way than each its own.
+        """Returns True if a call takes from or puts into rows by their numbers, in another way than each its own.
 
         Args:
             node: The call.
@@ -171,7 +174,7 @@ class Rows:
         return False
 
     def _goes_along_rows(self, node: fx.Node) -> bool:
-        """Whether a call that is no plain indexing goes by the places of rows, along their dimension."""
+        """Returns True if a call that is no plain indexing goes by the places of rows, along their dimension."""
         name, args, kwargs = _name(node), node.args, node.kwargs
         if name == "embedding":
             source = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -299,7 +302,7 @@ def _taken_apart(node: fx.Node) -> tuple[fx.Node, Sequence[Any]] | None:
 
 
 def _is_index_only(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a node is nothing but the index: not what is put there."""
+    """Returns True if a node is nothing but the index: not what is put there."""
     others = (*user.args[2:], *user.kwargs.values()) if _name(user) not in _SELECTING else tuple(user.kwargs.values())
     found: list[fx.Node] = []
     fx.map_arg(others, found.append)

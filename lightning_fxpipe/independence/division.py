@@ -91,14 +91,15 @@ def joined_dim(node: fx.Node, division: Division) -> int | None:
 
 
 def has_several_entries(node: fx.Node, division: Division) -> bool:
-    """Whether a node's results have several entries for each row in the dimension that has the batch, as a flattened batch of
-    tokens has. Whether those of a sample stand together, no shape tells: it is to be tried."""
+    """Returns True if a node's results have several entries for each row in the dimension that has the batch, as a flattened
+    batch of tokens has. Whether those of a sample stand together, no shape tells: it is to be tried.
+    """
     value = node.meta["val"]
     return any(division.batch_rows.sizes(value)[dim] != division.unit for dim in division.batch_rows.carrying(value))
 
 
 def sample_dims(traced: TracedRegion, division: Division) -> dict[str, int]:
-    """Of the nodes whose results have one dimension that is cut, that dimension, by the node's name.
+    """Returns for each node whose results have one dimension that is cut, by the node's name, that dimension.
 
     Numbers of rows are none of them: microbatches have their own.
     """
@@ -229,7 +230,7 @@ class _Tail:
         return {symbol for symbol in found if not self._repeat.is_known(symbol)} - self._mixed_sizes.keys()
 
     def _mixes_in(self, node: fx.Node, value: Tensor, follows: bool) -> bool:
-        """Whether a result shows that it is no part of what the call gives for the batch."""
+        """Returns True if a result shows that it is no part of what the call gives for the batch."""
         dims = self._rows.carrying(value)
         if len(dims) != 1:
             return bool(dims) or follows
@@ -275,7 +276,7 @@ class _Tail:
         return dim is not None or node not in self._following
 
     def _has_whole_samples(self, node: fx.Node) -> bool:
-        """Whether results may be joined in which each row has several entries."""
+        """Returns True if results may be joined in which each row has several entries."""
         dim = self._rows.only_dim(node)
         if dim is None or node in self._rows.own_numbers:
             return False

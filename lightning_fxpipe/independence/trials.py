@@ -1,4 +1,4 @@
-"""Whether a stage treats samples one by one, by trial, for what shapes do not show (``independence.division``).
+"""Trials that show if a stage treats samples one by one, for cases that shapes do not decide (``independence.division``).
 
 Before the first microbatch of a new trace goes through a stage, the stage runs some more times on it, twice in three ways:
 
@@ -74,7 +74,9 @@ def mixing_call_of_one(
     dims: Sequence[int | None],
     rows_of: Callable[[str], int | None],
 ) -> str | None:
-    """As :func:`mixing_call`, for a microbatch of one row: another is put in front, with the same entries in other places."""
+    """Runs :func:`mixing_call` for a microbatch of one row: another is put in front, with the same entries in other
+    places.
+    """
     pair = _varied(inputs, dims, lambda value, dim: torch.cat([value.roll(1), value], dim))
     try:
         return mixing_call(module, pair, dims, rows_of, 2)
@@ -85,7 +87,7 @@ def mixing_call_of_one(
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """What goes by the number of the samples.
+    """Results that depend on the number of the samples.
 
     Attributes:
         call: The first call that gives samples something else where there is one more.
@@ -105,7 +107,7 @@ def counting_call(
     num_rows: int,
     num_added: int,
 ) -> Counting:
-    """What of a stage goes by the number or the place of the samples.
+    """Finds results of a stage that depend on the number or the place of the samples.
 
     Args:
         module, inputs, dims, rows_of, num_rows: As for :func:`mixing_call`.
@@ -215,7 +217,7 @@ class _Noting(fx.Interpreter):
         self.drawing: set[str] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        """As the base class, and notes."""
+        """Runs a node, and notes its result."""
         before = rng_state()
         result = super().run_node(n)
         if not same_rng(before, rng_state()):
@@ -253,7 +255,7 @@ class _Longer(fx.Interpreter):
         self._random = set(drawing)  # names of nodes whose results are other ones than in the other run
 
     def run_node(self, n: fx.Node) -> Any:
-        """As the base class, and compares."""
+        """Runs a node, and compares its result."""
         result = super().run_node(n)
         if n.op in ("placeholder", "get_attr", "output") or self.differing is not None:
             return result
@@ -274,7 +276,7 @@ class _Longer(fx.Interpreter):
 
 
 class _Kept:
-    """What a stage's modules and buffers are at one moment."""
+    """Contents of a stage's modules and buffers at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
         self.attributes = Snapshot({"self": module})

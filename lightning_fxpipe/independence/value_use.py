@@ -1,4 +1,4 @@
-"""Whether what a call gives depends on the values of a tensor, or only on its shape and kind.
+"""Dependence of a call's result on the values of a tensor, or only on its shape and kind.
 
 A rotary table takes over a dtype, an embedding of positions a length: the same for every sample, though a tensor of the batch
 goes in. To know, the call is made once more on fake tensors, under a mode that sees the operators inside of it and follows
@@ -85,7 +85,7 @@ class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reached.add(storage_key(tensor))
 
     def reaches(self, result: Tensor) -> bool:
-        """Whether a result may depend on the values, or comes from out of sight."""
+        """Returns True if a result may depend on the values, or comes from out of sight."""
         return not isinstance(result, FakeTensor) or storage_key(result) in self._reached
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -68,7 +68,7 @@ class ForkingLauncher:
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook can use it."""
+        """True if a notebook can use it."""
         return bool(self._inner.is_interactive_compatible)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class ForkingLauncher:
 
 
 class Launcher:
-    """What Lightning runs ``fit`` and the like through.
+    """Launcher that Lightning runs ``fit`` and the like through.
 
     Args:
         start: Starts the other ranks as processes of this one and returns them; None where something else has started them.
@@ -103,7 +103,7 @@ class Launcher:
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook can use it: there is no script to start once more."""
+        """True if a notebook can use it: there is no script to start once more."""
         return self._start is None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:

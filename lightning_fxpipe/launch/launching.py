@@ -14,7 +14,9 @@ StartMethod = Literal["auto", "popen", "fork", "spawn"]
 
 
 def resolve(start_method: StartMethod) -> StartMethod:
-    """What ``"auto"`` stands for here: a notebook is no script that could be started once more for each rank."""
+    """Replaces ``"auto"`` by the method for this program: a notebook is no script that could be started once more for each
+    rank.
+    """
     if start_method != "auto":
         return start_method
     return "fork" if hasattr(sys, "ps1") or bool(sys.flags.interactive) else "popen"

@@ -1,4 +1,4 @@
-"""What a step logs, on every rank as on one device.
+"""Logged values of a step, on every rank as on one device.
 
 - ``metric_calls``: a step's torchmetrics, and what their calls are to those who watch.
 - ``metric_states``: their states, sent from the last stage to every rank.

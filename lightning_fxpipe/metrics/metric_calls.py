@@ -145,7 +145,7 @@ def metrics_as_one_call(metrics: Iterable[nn.Module], *, count: bool) -> Iterato
 def _call_uncounted(
     metric: nn.Module, method: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a call gives on tensors without data, or something like it where it must know the data."""
+    """Returns the result of a call on tensors without data, or something like it if the call needs data."""
     with isolated_rng(), _state_kept(metric), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing has been counted yet
         try:

@@ -45,7 +45,8 @@ class MetricStates:
         }
 
     def changes(self) -> list[Difference]:
-        """What differs now, with the names of the metric and the attribute for a path, and tensors on the CPU.
+        """Lists the differences of now, each with the names of the metric and the attribute for a path, and tensors on the
+        CPU.
 
         Raises:
             UnsupportedError: A new value cannot be sent to the other ranks.
@@ -122,7 +123,7 @@ def belong_to_replicas(metrics: Iterable[nn.Module], replicas: Replicas) -> None
 
 
 class _GatherFromReplicas:
-    """What metrics gather their states with. They are copied and pickled, which a process group cannot be.
+    """Function by which metrics gather their states. They are copied and pickled, which a process group cannot be.
 
     Args:
         replicas: The replicas.
@@ -159,7 +160,7 @@ class _Remembered:
         self._versions = _versions(value)
 
     def is_same(self, now: Any) -> bool:
-        """Whether the attribute still has it."""
+        """Returns True if the attribute still has it."""
         if now is not self._value:
             return type(now) is type(self._value) and isinstance(now, (int, float, str)) and bool(now == self._value)
         if isinstance(now, list):
@@ -175,7 +176,7 @@ class _Remembered:
         return len(self._content) if self._content and self._begins_so(now) else None
 
     def _begins_so(self, now: list[Any]) -> bool:
-        """Whether a list begins with the same entries. torchmetrics copies those of a state with each ``forward``."""
+        """Returns True if a list begins with the same entries. torchmetrics copies those of a state with each ``forward``."""
         before = self._content
         if all(a is b for a, b in zip(now, before, strict=False)):
             return _versions(now[: len(before)]) == self._versions
@@ -189,7 +190,7 @@ class _Remembered:
 
 
 def _versions(value: Any) -> list[int | None]:
-    """What shows that tensors have been changed in place: of a tensor, or of each entry of a list or dict."""
+    """Returns versions that show changes of tensors in place: of a tensor, or of each entry of a list or dict."""
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
     return [version_of(entry) if isinstance(entry, Tensor) and not entry.is_inference() else None for entry in entries]
 

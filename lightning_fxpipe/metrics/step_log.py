@@ -1,4 +1,4 @@
-"""What a step logs on the last stage is logged on every rank, with the same value.
+"""Values that a step logs on the last stage, logged on every rank.
 
 Every rank repeats the last stage's calls of ``self.log``. So Lightning's own machinery
 (epoch means, progress bar, ``callback_metrics``, checkpoints that monitor a metric, plateau schedulers, early stopping) works

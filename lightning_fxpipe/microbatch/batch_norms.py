@@ -28,7 +28,7 @@ def batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class _Statistics:
-    """Of what one call of a layer has got in the microbatches so far: mean and variance for each channel."""
+    """Input of one call of a layer in the microbatches so far: mean and variance for each channel."""
 
     count: int
     mean: Tensor

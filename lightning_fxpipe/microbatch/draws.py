@@ -125,7 +125,7 @@ class Draw:
 
 
 def can_be_drawn_ahead(function: Callable[..., Any]) -> bool:
-    """Whether the random numbers behind a function's result follow from sizes and the generator alone."""
+    """Returns True if the random numbers behind a function's result follow from sizes and the generator alone."""
     kind = _RANDOM.get(function)
     return kind is not None and kind.whole is not None
 
@@ -202,7 +202,8 @@ class BatchDraws:
 
     def ahead(self, function: Function, args: Args, kwargs: Arguments) -> Tensor | None:
         """The numbers behind ``function(*args, **kwargs)``, of whose tensors only the shapes count; None where the call itself
-        must draw them."""
+        must draw them.
+        """
         kind = _RANDOM[function]
         if self._size == self._batch_size:
             assert kind.whole is not None
@@ -276,7 +277,7 @@ def _normal_shape(args: Args, kwargs: Arguments) -> Shape:
 
 
 def _normal_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
-    """As torch does it: standard normal numbers first, then the tensors that scale and shift them."""
+    """Draws as torch does: standard normal numbers first, then the tensors that scale and shift them."""
     tensor = next((value for value in _mean_and_std(args, kwargs) if isinstance(value, Tensor)), None)
     if tensor is None:
         return _other_size(function, shape, args, kwargs)
@@ -291,7 +292,7 @@ def _normal_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
 
 
 def _bernoulli_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
-    """As torch does it for a tensor of probabilities: a uniform number for each, which is compared with it."""
+    """Draws as torch does for a tensor of probabilities: compares each with a uniform number."""
     if len(args) > 1 or "p" in kwargs:
         return _like_other(function, shape, args, kwargs)
     return args[0].new_empty(shape).uniform_(generator=kwargs.get("generator"))
@@ -302,7 +303,7 @@ def _bernoulli_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
 
 
 def _multinomial_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
-    """As torch does it, for one sample or without replacement: exponential numbers, by which the weights are divided."""
+    """Draws as torch does for one sample or without replacement: divides the weights by exponential numbers."""
     num_samples, replacement = _multinomial_arguments(args, kwargs)
     if num_samples > 1 and replacement:
         return None
@@ -335,7 +336,7 @@ def _gumbel_whole(function: Function, shape: Shape, args: Args, kwargs: Argument
 
 
 def _gumbel_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
-    """What torch makes of its exponential numbers, which it draws out of anybody's sight."""
+    """Computes the result that torch makes of its exponential numbers, which it draws inside one operator."""
     given = _gumbel_arguments(args, kwargs)
     soft = ((given["logits"] - part.log()) / given["tau"]).softmax(given["dim"])
     if not given["hard"]:

@@ -34,7 +34,7 @@ class LossReduction(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What the user says about the loss.
+    """Options of the user about the loss.
 
     Attributes:
         reduction: What it is; None to find out.
@@ -129,7 +129,7 @@ _NAMES = {LossReduction.MEAN: "weighted mean", LossReduction.SUM: "sum"}
 
 
 class Verdict(Enum):
-    """What the comparison of a batch with its microbatches has shown."""
+    """Outcomes of the comparison of a batch with its microbatches."""
 
     FITS = "fits"
     DIFFERS = "differs"
@@ -169,7 +169,7 @@ def compare(
     weights: Sequence[float],
     dtype: torch.dtype,
 ) -> Finding:
-    """What the loss of a whole batch is, next to the losses of its microbatches.
+    """Compares the loss of a whole batch with the losses of its microbatches.
 
     Args:
         whole: Loss of the batch in one piece.

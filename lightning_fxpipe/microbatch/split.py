@@ -117,7 +117,8 @@ def _indivisible(observed: str, expected: str) -> BatchError:
 
 def _sizes(batch: Any, batch_dim: int, num_samples: int | None = None) -> list[tuple[str, int]]:
     """The sizes of the batch's tensors in the dimension that is the batch, with their paths; with ``num_samples`` without what
-    is in lists that have an entry for each sample."""
+    is in lists that have an entry for each sample.
+    """
     return [
         (path, tensor.shape[_dim_of(tensor, batch_dim)])
         for path, leaf in leaves_with_path(batch, is_left_out=lambda value: _has_samples(value, num_samples))
@@ -152,7 +153,7 @@ def _is_list_of_dicts(value: Any) -> bool:
 
 
 def _has_samples(value: Any, num_samples: int | None) -> bool:
-    """Whether a list beside lists of dicts has an entry for each sample, too: a dict or an image."""
+    """Returns True if a list beside lists of dicts has an entry for each sample, too: a dict or an image."""
     if type(value) not in (list, tuple) or len(value) != num_samples:
         return False
     return _is_list_of_dicts(value) or all(isinstance(entry, Tensor) for entry in value)
@@ -212,7 +213,8 @@ def default_num_microbatches(num_samples: int, num_ranks: int) -> int:
 
 
 def without_single_samples(num_samples: int, count: int) -> int:
-    """As many microbatches as asked for, or fewer, so that none is a single sample, over which BatchNorm cannot normalise.
+    """Returns the number of microbatches asked for, or fewer, so that none is a single sample, over which BatchNorm cannot
+    normalise.
 
     >>> without_single_samples(7, 4), without_single_samples(4, 4), without_single_samples(1, 4)
     (4, 3, 1)
@@ -265,7 +267,7 @@ def first_microbatch(batch: Any, num_microbatches: int | None, num_ranks: int, b
 
 
 def _is_per_sample(value: Any, total: int) -> bool:
-    """Whether the value has an entry for each sample that is not a tensor."""
+    """Returns True if the value has an entry for each sample that is not a tensor."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == total
     # A named tuple has fields, and a torch.Size dimensions, not samples.

@@ -1,4 +1,4 @@
-"""Whether an optimizer trains a part of the parameters as it trains them among all others, found out by trying it.
+"""Trial that shows if an optimizer trains a part of the parameters as it trains them among all others.
 
 A rank's optimizer holds one stage's parameters. A step that treats each by itself is that of one device; a norm over all of
 them, as in LAMB's clipping, SAM or Prodigy, would be one stage's, and so is what goes by a parameter's place in the groups. A
@@ -50,7 +50,7 @@ Path = list[list[Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What has become of an optimizer.
+    """State of an optimizer after the trial.
 
     Attributes:
         path: Its parameters after each step; None for those that it does not have.
@@ -64,7 +64,7 @@ class _Outcome:
 
 
 def couples_parameters(optimizer: Optimizer) -> bool:
-    """Whether the step of a parameter depends on which others the optimizer has. The optimizer stays as it is.
+    """Returns True if the step of a parameter depends on which others the optimizer has. The optimizer stays as it is.
 
     Raises:
         CannotTryError: It cannot be tried on other parameters.
@@ -96,7 +96,7 @@ class _Trial:
         self._num_steps = _num_steps(optimizer)
 
     def differs(self) -> bool:
-        """Whether parameters go other ways in parts than all together."""
+        """Returns True if parameters go other ways in parts than all together."""
         count = len(self._parameters)
         parts = [part for part in (range(count // 2), range(1, count, 2)) if 0 < len(part) < count]
         whole = self._run(range(count))
@@ -147,7 +147,7 @@ class _Trial:
         return torch.complex128 if parameter.is_complex() else self._dtype
 
     def _differ(self, whole: _Outcome, part: _Outcome) -> bool:
-        """Whether a part has gone another way, or would later: by then it goes by numbers that are others."""
+        """Returns True if a part has gone another way, or would later: by then it goes by numbers that are others."""
         largest = _MAX_DIFFERENCE[self._dtype]
         for name, value in part.common.items():
             if not math.isclose(value, whole.common.get(name, value), rel_tol=largest) and not math.isnan(value):

@@ -72,11 +72,11 @@ class StageOptimizer:
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether each replica has the states of its share only."""
+        """True if each replica has the states of its share only."""
         return self._shards is not None
 
     def belongs_to(self, module: nn.Module, dropped: Mapping[int, Tensor]) -> bool:
-        """Whether all of its parameters are those of a module, or were before some were dropped."""
+        """Returns True if all of its parameters are those of a module, or were before some were dropped."""
         fqns = self._fqns()
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return self._module is module and all(id(p) in fqns or id(p) in dropped for p in parameters)
@@ -181,7 +181,8 @@ class StageOptimizer:
 
     def know_others(self, group: dist.ProcessGroup | None) -> None:
         """Brings the states of other ranks' parameters here, unless they are: for a step of all of them, or a hook that reads
-        them. Called by every rank."""
+        them. Called by every rank.
+        """
         if self._others is not None:
             return
         placeholders = {fqn: p for fqn, p in self._module.named_parameters() if p.is_meta}
@@ -202,7 +203,7 @@ class StageOptimizer:
             self._shards.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
+        """Returns the optimizer's own state dict, with this rank's states by FQN, and the groups of the whole model.
 
         Raises:
             UnsupportedError: Its own does not say which parameter a state belongs to.
@@ -232,7 +233,7 @@ class StageOptimizer:
             state[STATE] = {**state[STATE], **self._shards.collect(mine)}
 
     def common_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a :meth:`state_dict` belongs to no parameter, and so must be the same on every rank."""
+        """Returns the entries of a :meth:`state_dict` that belong to no parameter, and so must be the same on every rank."""
         fqns = {fqn for group in self.group_fqns for fqn in group}
         more = {f"{STATE}[{key!r}]": value for key, value in state[STATE].items() if key not in fqns}
         return {key: value for key, value in state.items() if key not in (STATE, GROUPS)} | more
@@ -342,7 +343,7 @@ class StageOptimizer:
         return {fqns[id(parameter)]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def _stated(self) -> dict[str, nn.Parameter]:
-        """Of these the parameters whose states are here: all, unless replicas share them out."""
+        """Selects the parameters whose states are here: all, unless replicas share them out."""
         mine, shards = self._mine(), self._shards
         return mine if shards is None else {fqn: parameter for fqn, parameter in mine.items() if shards.owns(parameter)}
 
@@ -391,7 +392,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Own:
-    """What of a group's parameters this rank has.
+    """This rank's part of a group's parameters.
 
     Attributes:
         whole: The group's parameters, with placeholders among them where they are shown.

@@ -60,7 +60,7 @@ class Shards:
         self._owned_bytes = [0] * self._replicas.count
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this replica steps a parameter."""
+        """Returns True if this replica steps a parameter."""
         if parameter not in self._owners:
             self._share_out()
         return self._owners.get(parameter) == self._replicas.index

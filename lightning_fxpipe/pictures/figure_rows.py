@@ -22,7 +22,7 @@ _CHARACTER_INCHES = 0.009  # for each point of the size
 
 @dataclass(frozen=True)
 class Scale:
-    """What a timeline's seconds are on the axes.
+    """Units of a timeline's seconds on the axes.
 
     Attributes:
         factor: Of the axes' unit in a second.
@@ -69,7 +69,7 @@ def actions_of(spans: Sequence[Span]) -> list[Action]:
 
 
 def has_several_stages(spans: Sequence[Span]) -> bool:
-    """Whether a rank has actions of more than one stage."""
+    """Returns True if a rank has actions of more than one stage."""
     return len({work.stage for work in actions_of(spans)}) > 1
 
 
@@ -91,7 +91,7 @@ def _bars(spans: Sequence[Span], scale: Scale) -> list[tuple[float, float]]:
 
 
 def _of_later_stages(spans: Sequence[Span]) -> list[Span]:
-    """Where a rank has several stages, what is not of the first: it gets a stripe."""
+    """Selects the spans of all but the first stage of a rank, which get a stripe."""
     first = min((work.stage for work in actions_of(spans)), default=0)
     return [span for span in spans if isinstance(span.work, Action) and span.work.stage != first]
 

@@ -1,4 +1,4 @@
-"""What a page shows, as frozen data."""
+"""Contents of a page, as frozen data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What a page shows.
+    """Contents of a page.
 
     Attributes:
         title: Its heading.
@@ -145,7 +145,7 @@ def page_of_layouts(found: LayoutComparison) -> Page:
 
 
 def timelines_of_layouts(found: LayoutComparison) -> list[Timeline]:
-    """Of each layout a step of one of its pipelines, with the average of the gradients."""
+    """Returns for each layout a step of one of its pipelines, with the average of the gradients."""
     link, shares_out = found.replica_link, found.shares_out
     return [
         Timeline.of_replicas(_label(each), each.simulation, each.num_replicas, link, shares_out=shares_out)

@@ -94,7 +94,7 @@ def _timeline(timeline: Timeline) -> Mapping[str, Any]:
 def _rank(
     number: int, spans: Sequence[Span], kept: Sequence[tuple[float, float]], critical: frozenset[Action]
 ) -> Mapping[str, Any]:
-    """What a rank does, and what it keeps from when on: of that only where it changes."""
+    """Returns the actions of a rank, and the memory that it keeps, with a time for each change of that."""
     changes = [pair for index, pair in enumerate(kept) if index == 0 or pair[1] != kept[index - 1][1]]
     return {
         "number": number,

@@ -1,4 +1,4 @@
-"""What a plan was chosen from: combinations of a schedule, stages on each device and microbatches, and what each would cost."""
+"""Alternatives to a plan: combinations of a schedule, stages on each device and microbatches, with the cost of each."""
 
 from __future__ import annotations
 

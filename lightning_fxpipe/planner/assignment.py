@@ -57,22 +57,22 @@ class Assignment:
         return used | self.chain.output_fqns if stage == self.num_stages - 1 else used
 
     def boundary(self, stage: int) -> tuple[fx.Node, ...]:
-        """What ``stage`` sends to the next one."""
+        """Returns the values that ``stage`` sends to the next one."""
         crossing = self.chain.site(self.cuts[stage]).crossing
         past = {skip.node for skip in self.skips if skip.passes(stage)}
         return tuple(node for node in crossing if node not in past) if past else crossing
 
     def received(self, stage: int) -> tuple[fx.Node, ...]:
-        """What comes to a stage: by skips, then from the one before."""
+        """Returns the values that a stage receives: by skips, then from the one before."""
         skips = tuple(skip.node for skip in self.skips if skip.destination == stage)
         return skips + (self.boundary(stage - 1) if stage else ())
 
     def sent(self, stage: int) -> tuple[fx.Node, ...]:
-        """What leaves a stage that is not the last: by skips, then to the next one."""
+        """Returns the values that a stage, unless it is the last, sends: by skips, then to the next one."""
         return tuple(skip.node for skip in self.skips if skip.source == stage) + self.boundary(stage)
 
     def with_skips(self, last_stage: int | None = None) -> Assignment:
-        """The same stages, with what crosses several cuts sent past those that do not use it.
+        """Returns the same stages; values that cross several cuts are sent past stages that do not use them.
 
         Args:
             last_stage: The stage behind which there is only what runs on its rank; by default the last one.
@@ -85,7 +85,7 @@ class Assignment:
 
 
 def used_nodes(assignment: Assignment) -> list[set[fx.Node]]:
-    """What each stage takes operands and results from, for recomputed values too."""
+    """Operands and results that each stage uses, for recomputed values too."""
     unread = assignment.chain.recomputation.unread
     return [
         assignment.uses(stage).union(*({*node.all_input_nodes} - unread.get(node, set()) for node in assignment.nodes(stage)))

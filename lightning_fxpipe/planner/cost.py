@@ -1,4 +1,4 @@
-"""What the nodes of a traced region weigh, and what each cut between them would send.
+"""Weights of the nodes of a traced region, and the bytes that each cut between them would send.
 
 The graph is seen as a chain of *units*: a call together with the nodes that only take its result apart. A cut may fall between
 two units; its cost is the bytes of the tensors alive across it, but for those that each stage computes for itself
@@ -247,7 +247,7 @@ def _cut_sites(
 
 
 def _is_viewed(node: fx.Node, traced: TracedRegion) -> bool:
-    """Whether ``view`` is called on a tensor, or on one that takes over its layout."""
+    """Returns True if ``view`` is called on a tensor, or on one that takes over its layout."""
     waiting, seen = [node], {node}
     while waiting:
         source = waiting.pop()
@@ -267,7 +267,7 @@ _NEED_A_LAYOUT = ("view", "view_as", "unflatten", "as_strided", "view_as_complex
 
 
 def _changes_values(node: fx.Node) -> bool:
-    """Whether a call changes tensors in place, other than those that its module owns."""
+    """Returns True if a call changes tensors in place, other than those that its module owns."""
     return bool(node.meta.get("mutated_storages", set()) - node.meta.get("module_storages", set()))
 
 

@@ -39,7 +39,7 @@ BalanceName = Literal["parameters", "flops", "memory", "seconds"]
 
 @dataclass(frozen=True, kw_only=True)
 class CutRule:
-    """Where a graph is cut.
+    """Rule by which a graph is cut.
 
     Attributes:
         num_stages: Number of stages.

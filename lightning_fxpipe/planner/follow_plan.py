@@ -57,7 +57,7 @@ def divided_modules(plan: PartitionPlan, root: nn.Module) -> set[str]:
 
 
 def follow_plan_with_tail(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.Node]) -> Assignment:
-    """As :func:`follow_plan`, but with one more stage after the last, on the same rank, that runs once for the batch.
+    """Cuts like :func:`follow_plan`, with one more stage after the last, on the same rank, that runs once for the batch.
 
     Args:
         plan, traced: Which stage holds what, and the graph.
@@ -164,7 +164,7 @@ def _follow(plan: PartitionPlan, chain: Chain, tail: Collection[fx.Node]) -> Ass
 
 
 def _check_copies(plan: PartitionPlan, chain: Chain) -> None:
-    """What a call changes is held by one stage, and what it returns as it is by the last."""
+    """Checks that one stage holds each changed tensor, and the last stage each tensor that is returned as it is."""
     several = [fqn for fqn in sorted(chain.changed_fqns) if len(plan.stages_of(fqn)) > 1]
     if several:
         raise PartitionError(

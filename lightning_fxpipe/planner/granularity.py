@@ -47,7 +47,8 @@ def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, cal
 
 def _too_heavy(root: nn.Module, num_stages: int) -> set[str]:
     """Modules that no partition could leave whole, as their parameters tell without a trace: each is by itself heavier than a
-    stage may be."""
+    stage may be.
+    """
     if num_stages < 2:
         return set()
     sizes = {id(parameter): parameter.numel() for parameter in root.parameters()}
@@ -122,7 +123,7 @@ def ideal_partition(demands: Demands, openable: Collection[int]) -> Ideal:
 
 
 def _of_parts(demands: Demands, openable: Collection[int]) -> Ideal:
-    """The same by the solver, where nobody has a formula: what can be opened is cut into parts."""
+    """Finds the ideal cuts by the solver, for rules that have no formula: modules that can be opened are cut into parts."""
     most = max((weights.total for weights in demands.kinds), default=0)
     part = max(1, most // (_PARTS_PER_STAGE * demands.num_stages))
     heaviest = [max(weights.own[p] for weights in demands.kinds) for p in range(demands.num_units)]

@@ -79,7 +79,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutComparison:
-    """What there is to choose from. ``print`` shows it as a table, and the plan.
+    """Layouts to choose from. ``print`` shows them as a table, and the plan.
 
     Attributes:
         num_devices: Devices.

@@ -57,13 +57,13 @@ class Load:
 
     @property
     def words(self) -> str:
-        """What an error calls it."""
+        """Name of the load in messages."""
         schedule = "a schedule table" if isinstance(self.schedule, ActionTable) else self.schedule
         return f"{schedule} with {self.num_microbatches} microbatches"
 
     @property
     def states_words(self) -> str:
-        """What an error calls the optimizer's states."""
+        """Name of the optimizer's states in messages."""
         share = self.optimizer_bytes_per_byte / ADAM_BYTES_PER_BYTE
         return "Adam's states" if share == 1 else f"{share:.3g} of Adam's states"
 
@@ -95,12 +95,12 @@ class Load:
         return tuple(speeds[self.rank_of(stage)] / max(speeds) for stage in range(self.num_stages))
 
     def without_memory(self) -> Load:
-        """The same where nobody knows what memory there is."""
+        """Returns the load for devices of unknown memory."""
         return replace(self, memory_bytes=())
 
     @property
     def microbatches_kept(self) -> tuple[int, ...]:
-        """Of how many microbatches each stage keeps activations at a time, at most."""
+        """Returns the largest number of microbatches whose activations each stage keeps at a time."""
         return _microbatches_kept(self.schedule, self.num_stages, self.stages_per_rank, self.num_microbatches)
 
     @property

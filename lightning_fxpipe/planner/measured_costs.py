@@ -110,7 +110,7 @@ class _Measurement:
         return seconds
 
     def _kinds(self, unit: Unit) -> list[Hashable]:
-        """What units have in common that take as long as each other."""
+        """Returns keys that are equal for units that take equally long."""
         call = unit.nodes[0]
         known = call.meta.get("alike")
         kinds: list[Hashable] = [] if known is None else [id(known)]
@@ -184,7 +184,9 @@ class _Measurement:
     # ------------------------------------------------------------------ data
 
     def _value_of(self, node: fx.Node) -> Any:
-        """What a node has given; an input of the region, or a tensor that its own code takes, is made up at its first use."""
+        """Returns the result of a node; an input of the region, or a tensor of a node's own code, is made up at its first
+        use.
+        """
         if node not in self._values:
             self._values[node] = self._made_up(node)
         return self._values[node]
@@ -217,7 +219,7 @@ def _copy(placement: Placement, tensor: Tensor, _: str) -> Tensor:
 
 
 def _filled(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """The same tensor, with numbers in it."""
+    """Fills a tensor with numbers."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.normal_(std=0.02).requires_grad_(requires_grad)
     return tensor.zero_()
@@ -228,5 +230,5 @@ def _detached(value: Any) -> Any:
 
 
 def _tensors(unit: Unit) -> list[tuple[fx.Node, Tensor]]:
-    """Those among what a unit takes, as they were recorded."""
+    """Lists the recorded tensors among the inputs of a unit."""
     return [(node, value) for node in unit.operands if isinstance(value := node.meta.get("val"), Tensor)]

@@ -28,7 +28,7 @@ Firsts = Sequence[int]
 
 @dataclass(frozen=True)
 class Weights:
-    """What the units of a chain weigh, not negative.
+    """Weights of the units of a chain, not negative.
 
     Attributes:
         own: Of each unit, what it shares with no other.
@@ -41,20 +41,20 @@ class Weights:
 
     @property
     def total(self) -> int:
-        """Of a stage of all units."""
+        """Weight of a stage of all units."""
         return self.of(0, len(self.own))
 
     def of(self, start: int, end: int) -> int:
-        """Of a stage of the units from ``start`` on and before ``end``."""
+        """Returns the weight of a stage of the units from ``start`` on and before ``end``."""
         shared = (weight for weight, users in self.shared if bisect_left(users, start) < bisect_left(users, end))
         return self._ends[end] - self._ends[start] + sum(shared)
 
     def of_unit(self, unit: int) -> int:
-        """Of a stage of one unit, without a look at what others share."""
+        """Returns the weight of a stage of one unit, regardless of the tensors that it shares with others."""
         return self.own[unit] + sum(self.shared[index][0] for index in self._shared_by_unit[unit])
 
     def of_stages(self, cuts: Sequence[int]) -> list[int]:
-        """Of each stage between cuts."""
+        """Returns the weight of each stage between cuts."""
         bounds = [0, *(cut + 1 for cut in cuts), len(self.own)]
         return [self.of(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
 
@@ -78,7 +78,7 @@ class Weights:
         return found
 
     def firsts_within(self, limits: Sequence[int]) -> list[int]:
-        """The same where the limit depends on the last unit."""
+        """Finds the first units for a limit that depends on the last unit."""
 
         def first_within(last: int, limit: int) -> int:
             return bisect_left(range(last + 1), True, key=lambda first: self.of(first, last + 1) <= limit)
@@ -86,14 +86,16 @@ class Weights:
         return [first_within(last, limit) for last, limit in enumerate(limits)]
 
     def counted_once(self) -> Weights:
-        """The same, with what several units have in common in the first of them alone."""
+        """Returns weights in which only the first of several units counts their common part."""
         own = [*self.own]
         for weight, users in self.shared:
             own[users[0]] += weight
         return Weights(tuple(own))
 
     def without_units_of(self, weight: int) -> Weights | None:
-        """The same, where units weigh nothing that have this weight by themselves, nor what they share; None without any."""
+        """Returns weights in which units of this weight, and their common parts, weigh nothing; None if there are no such
+        units.
+        """
         found = {unit for unit in range(len(self.own)) if self.of_unit(unit) == weight}
         if not found or not weight:
             return None
@@ -115,7 +117,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Demands:
-    """What is asked of the stages of a chain.
+    """Demands on the stages of a chain.
 
     Attributes:
         weights: Of the chain's units; or for each stage, where a unit weighs more in some of them than in others.
@@ -143,7 +145,7 @@ class Demands:
 
     @property
     def are_equal(self) -> bool:
-        """Whether the same is asked of all stages."""
+        """True if the same is asked of all stages."""
         return isinstance(self.weights, Weights) and not self.shares and not self.firsts
 
     @property
@@ -157,7 +159,7 @@ class Demands:
         return max((int(each.total / min(self.shares, default=1.0)) + 1 for each in self.kinds), default=0)
 
     def of_stages(self, cuts: Sequence[int]) -> list[int]:
-        """What each stage between cuts weighs."""
+        """Returns the weight of each stage between cuts."""
         if isinstance(self.weights, Weights):
             return self.weights.of_stages(cuts)
         return [weights.of_stages(cuts)[stage] for stage, weights in enumerate(self.weights)]
@@ -263,7 +265,7 @@ def lightest_maximum(demands: Demands) -> int:
 
 
 def _can_end(demands: Demands, firsts: Sequence[Firsts]) -> bool:
-    """Whether there are cuts so that each stage begins where it may."""
+    """Returns True if there are cuts so that each stage begins where it may."""
     ends = [*demands.legal, demands.num_units - 1]
     # Whether the stages up to one can end at each place; before the first stage they end before the first unit.
     can_end = [firsts[0][end] == 0 for end in ends] if demands.num_units else [True]

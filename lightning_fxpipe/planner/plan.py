@@ -99,7 +99,7 @@ class StageSpec:
 
     @property
     def skipping_bytes(self) -> int:
-        """Those of the bytes that go past the next stage, to one that uses them."""
+        """Number of the bytes that are sent past the next stage, to one that uses them."""
         return sum(tensor.num_bytes for tensor in self.outputs if tensor.receiver_stage not in (None, self.index + 1))
 
 
@@ -265,7 +265,7 @@ class PartitionPlan:
 
 
 def _complaints(plan: PartitionPlan) -> Iterator[str]:
-    """What no planner writes: a file may have been changed, by hand or by chance."""
+    """Yields contents that no planner writes: a file may have been changed, by hand or by chance."""
     outputs = [tensor for stage in plan.stages for tensor in stage.outputs]
     parts: list[PartitionPlan | StageSpec | BoundaryTensor | RecomputedTensor | Alternative | StageWork] = [
         plan,
@@ -369,7 +369,7 @@ def _plan_table(plan: PartitionPlan) -> str:
 
 
 def _caption(plan: PartitionPlan) -> Iterator[str]:
-    """What the table's rows do not say."""
+    """Yields the facts that are not in the table's rows."""
     yield (
         f"{human_count(plan.num_parameters)} parameters in {_num(plan.num_stages, 'stage')}; bytes are for one "
         f"microbatch of {_num(plan.microbatch_size, 'sample')}"
@@ -440,7 +440,7 @@ def _stages(stages: Sequence[int]) -> str:
 
 
 def _skips(plan: PartitionPlan) -> list[str]:
-    """What goes past stages, by where it goes from and to."""
+    """Describes the values that are sent past stages, by sender and receiver."""
     found: dict[tuple[int, int], list[int]] = {}
     for stage in plan.stages:
         for out in stage.outputs:

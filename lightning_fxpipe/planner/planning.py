@@ -61,7 +61,8 @@ def plan_regions(root: nn.Module, calls: Iterable[Recordable], *, rule: CutRule,
 
 def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
     """Plans the stages of a call that was found in a step, by parameters. Arguments as :func:`trace_region`, errors as
-    ``make_plan``."""
+    ``make_plan``.
+    """
     return plan_regions(root, [call], rule=CutRule(num_stages=num_stages), device=device).plan
 
 
@@ -163,7 +164,6 @@ def _one_layer(root: nn.Module, num_stages: int) -> PartitionError | None:
 
 def opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
     """The opened modules that a cut really falls into; the others may as well stay whole."""
-
     # A value that several stages recompute could no longer be if the module that makes it were whole again.
     paths = [{str(node.meta["module_path"]) for node in assignment.nodes(stage)} for stage in range(assignment.num_stages)]
 
@@ -236,7 +236,7 @@ def _boundary_tensors(
 
 
 def _recomputed_tensors(assignment: Assignment) -> tuple[RecomputedTensor, ...]:
-    """Those of the recomputed values that would cross a cut if they were not."""
+    """Selects the recomputed values that would cross a cut if they were not recomputed."""
     used = [assignment.uses(stage) for stage in range(assignment.num_stages)]
     tensors = []
     for node, made_in in _stages_of_nodes(assignment).items():

@@ -39,7 +39,7 @@ TRAFFIC_PER_MESSAGE = 512 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What stages compute for themselves.
+    """Values that stages compute for themselves.
 
     Attributes:
         nodes: Values that cross no cut; they have no effect, so a stage that needs none of them runs none.
@@ -131,7 +131,7 @@ def _is_cheaper(group: frozenset[fx.Node], needs: Mapping[fx.Node, Iterable[fx.N
 
 
 def _groups(traced: TracedRegion, operands: Mapping[fx.Node, set[fx.Node]]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """What is computed again together: the parts of one result, and memory with everything that changes it.
+    """Groups nodes that are recomputed together: the parts of one result, and memory with everything that changes it.
 
     Leaves out calls whose operands, or whose memory, other calls have a part in that do not run again.
     """
@@ -213,12 +213,12 @@ class _Trial:
                         logger.debug("Not recomputed in each stage that uses it: %s (%s)", node_words(node), error)
 
     def _is_source(self, node: fx.Node) -> bool:
-        """Whether every stage can have the same tensor: nothing changes it, and nothing trains it."""
+        """Returns True if every stage can have the same tensor: nothing changes it, and nothing trains it."""
         value: Tensor = _value(node)
         return not value.requires_grad and storage_key(value) not in self._changed and node not in self._apart
 
     def _may_run(self, node: fx.Node) -> bool:
-        """What can be said without running it."""
+        """Returns False if a node is known, without running it, to be unfit."""
         if not all(operand in self._results or self._can_be_blank(operand) for operand in node.all_input_nodes):
             return False
         value = _value(node)
@@ -269,7 +269,7 @@ class _Trial:
 
 
 def call_without_effect(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a module gives. Raises an exception where it changes its own state or draws random numbers of Python's."""
+    """Returns a module's result. Raises an exception if it changes its own state or draws random numbers of Python's."""
     before, generators = Snapshot({"self": module}), python_rng()
     result = module(*args, **kwargs)
     if before.changed_names() or python_rng() != generators:

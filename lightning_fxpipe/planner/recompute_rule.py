@@ -138,7 +138,9 @@ def _nodes_in(chain: Chain, path: str) -> Iterator[fx.Node]:
 
 
 def _change(chain: Chain, path: str) -> str | None:
-    """Where a module changes in place what it has not made itself, or others change what it gets or gives."""
+    """Names the line where a module changes in place a tensor that it has not made itself, or others change its input or
+    result.
+    """
     nodes = dict.fromkeys(_nodes_in(chain, path))
     inside = _memory(node for node in nodes)
     outside = _memory(operand for node in nodes for operand in node.all_input_nodes if operand not in nodes)
@@ -153,7 +155,7 @@ def _change(chain: Chain, path: str) -> str | None:
 
 
 def _change_of_call(chain: Chain, node: fx.Node) -> str | None:
-    """What the Python of a module that is called as a whole changes, or fails with, on tensors without data."""
+    """Describes a change or a failure of the Python of a module that is called as a whole, on tensors without data."""
     if node.meta.get("alike") is not None:
         return None  # known to change nothing
     repeat, module = Repeat(chain.traced), chain.traced.root.get_submodule(str(node.target))
@@ -173,7 +175,7 @@ def _memory(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def _trains(chain: Chain, block: Block) -> bool:
-    """Whether a block keeps anything: what hangs on nothing that trains keeps nothing."""
+    """Returns True if a block keeps anything: what hangs on nothing that trains keeps nothing."""
     nodes = (node for unit in chain.units[block.first : block.last + 1] for node in unit.nodes)
     return any(isinstance(value := node.meta.get("val"), Tensor) and value.requires_grad for node in nodes)
 

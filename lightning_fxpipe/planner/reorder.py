@@ -18,7 +18,8 @@ Unit = Sequence[fx.Node]
 
 def predecessors(graph: fx.Graph, units: Sequence[Unit]) -> list[frozenset[int]]:
     """For each unit those before it that must stay before it: what it takes values from, and, where memory is changed in
-    place, all that touch the memory."""
+    place, all that touch the memory.
+    """
     position_of = {node: position for position, unit in enumerate(units) for node in unit}
     changed = {key for node in graph.nodes for key in node.meta.get("mutated_storages", ())}
     last_touch: dict[int, int] = {}

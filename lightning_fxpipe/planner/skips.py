@@ -34,7 +34,7 @@ class Skip:
     destination: int
 
     def passes(self, boundary: int) -> bool:
-        """Whether it goes past the boundary after a stage."""
+        """Returns True if it goes past the boundary after a stage."""
         return self.source <= boundary < self.destination
 
 

@@ -117,7 +117,8 @@ def make_rule(
     device_memory_gib: float | Sequence[float] = (),
     optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
 ) -> CutRule:
-    """Where a graph is cut. Arguments as :func:`make_plan`, and what the optimizer keeps for each byte of a parameter.
+    """Makes the rule by which a graph is cut. Arguments as :func:`make_plan`, and the optimizer's bytes for each byte of a
+    parameter.
 
     Raises:
         TypeError: Nothing says how many stages there are.
@@ -188,7 +189,8 @@ def make_planned(
 
 def check_rule(rule: CutRule, module: nn.Module) -> None:
     """Raises :class:`PartitionError` where split points or pinned modules are none, there are more or fewer than the stages
-    need, or devices that nobody has are described."""
+    need, or devices that nobody has are described.
+    """
     check_split_points(module, rule.split_points)
     pinned_modules(module, rule.stage_of, rule.num_stages)
     if rule.load is not None:

@@ -79,7 +79,8 @@ class UnitCosts:
     @cached_property
     def cut_costs(self) -> list[int | None]:
         """For the cut after each unit but the last, the bytes that it makes move: tensors that cross it, and gradients of
-        parameters that both sides use. None where no cut may fall."""
+        parameters that both sides use. None where no cut may fall.
+        """
         sizes = {fqn: tensor_bytes(p) for fqn, p in self.chain.traced.root.named_parameters()}
         changes = [0] * len(self.chain.units)  # of the bytes that both sides of a cut use, from one place to the next
         for fqn, users in self._users.items():
@@ -145,7 +146,8 @@ class UnitCosts:
 
     def measured_seconds(self, num_samples: int | None = None) -> tuple[UnitSeconds, ...] | None:
         """Seconds on the device at hand. Arguments and errors as
-        :func:`~lightning_fxpipe.planner.measured_costs.measured_seconds`."""
+        :func:`~lightning_fxpipe.planner.measured_costs.measured_seconds`.
+        """
         return measured_costs.measured_seconds(self.chain, num_samples)
 
     def seconds_on(self, device: Device) -> list[UnitSeconds]:

@@ -1,4 +1,4 @@
-"""What is in a batch, or in what a step returns: the containers that people use, opened and built again.
+"""Containers in a batch, or in the result of a step: those that people use, opened and built again.
 
 ``torch.utils.pytree`` knows dicts, lists and tuples; a tokenizer's ``BatchEncoding`` is another mapping and a batch may be a
 dataclass. To it they are single objects, and the tensors in them would be overlooked.
@@ -73,7 +73,8 @@ def leaves_with_path(
 
 def fingerprint(value: Any) -> Hashable | None:
     """Equal for values with equal constants and with tensors of equal shape and kind in equal containers. None where the value
-    holds something that cannot be compared: an array, or an object that is neither a container nor a plain value."""
+    holds something that cannot be compared: an array, or an object that is neither a container nor a plain value.
+    """
     if isinstance(value, Tensor):
         return Tensor, tuple(value.shape), value.dtype, value.requires_grad
     if value is None or isinstance(value, _PLAIN_TYPES):

@@ -28,7 +28,8 @@ def batch_dim_of(shape: Sequence[int], num_samples: int, batch_dim: int) -> int 
 
 class ShapeHistory:
     """The sizes that the inputs of calls with one signature have had. It follows from the shapes alone, so that every rank that
-    sees the same batches decides alike, and takes the same memory however many shapes there are."""
+    sees the same batches decides alike, and takes the same memory however many shapes there are.
+    """
 
     def __init__(self) -> None:
         self._first_sizes: dict[Dim, int] = {}

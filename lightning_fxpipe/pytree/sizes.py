@@ -74,7 +74,7 @@ def plain_number(value: Any) -> float:
 
 
 def held_number(value: Any) -> float | Tensor:
-    """What :func:`plain_number` gives, to be read later: a tensor with the value that the given one has now."""
+    """Returns a tensor from which :func:`plain_number` can be read later, with the value that the given one has now."""
     if not isinstance(value, Tensor) or value.is_complex() or value.layout is not torch.strided:
         return plain_number(value)
     return value.detach().reshape(()).to(torch.float64, copy=True)

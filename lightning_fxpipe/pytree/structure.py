@@ -88,7 +88,7 @@ class Structure:
 
     @cached_property
     def is_one_tensor(self) -> bool:
-        """Whether the value is a tensor, and nothing around it."""
+        """True if the value is a tensor, and nothing around it."""
         return self == _ONE_TENSOR
 
     def digest(self) -> int:
@@ -268,7 +268,7 @@ class _Reader(pickle.Unpickler):
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """What a function holds of the code around it, by name, but for variables that are not assigned yet."""
+    """Returns the variables that a function captures, by name, except those that are not assigned yet."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:  # no `suppress`, which takes longer than all else here

@@ -1,4 +1,4 @@
-"""What each rank really does in a training step, and when: timelines, and what is measured of them.
+"""Timelines of the actions of each rank in a training step, and measurements taken from them.
 
 - ``options``: what a user says about it.
 - ``clocks``: when something happens on a rank's device.

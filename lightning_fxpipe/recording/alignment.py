@@ -45,7 +45,7 @@ def clock_offsets(topology: Topology) -> list[ClockOffset]:
 
 
 def shortest(trips: list[tuple[float, float, float]]) -> ClockOffset:
-    """What round trips tell.
+    """Returns the clock offset that the shortest of several round trips shows.
 
     Args:
         trips: Of each the time when it began, the other rank's answer, and the time when it ended.

@@ -1,4 +1,4 @@
-"""What a stage's actions took, and the same schedule simulated with it: what the step would take without anything else."""
+"""Measured costs of a stage's actions, and the schedule simulated with them: the step's time without anything else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def table_of(timeline: Timeline) -> ActionTable | None:
 
 
 def costs_of(timelines: Sequence[Timeline]) -> list[StageCosts]:
-    """Of each stage the medians of what its actions took."""
+    """Returns for each stage the medians of the measured seconds of its actions."""
     found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
     for timeline in timelines:
         for spans in timeline.ranks:

@@ -1,4 +1,4 @@
-"""What lies in the folder of a recording: the timelines, to be read again, and whatever shows them."""
+"""Files in the folder of a recording: the timelines, to be read again, and pictures of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user says about a recording."""
+"""Options of a recording."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recording:
 
     @classmethod
     def of(cls, given: Recording | str | Path | None) -> Recording | None:
-        """What a user means: a folder alone has the defaults."""
+        """Returns the options that a user gives; a folder alone has the defaults."""
         return cls(given) if isinstance(given, (str, Path)) else given
 
     @property

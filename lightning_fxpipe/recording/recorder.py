@@ -26,7 +26,7 @@ Work = Action | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """What one rank has done in a step.
+    """Actions of one rank in a step.
 
     Attributes:
         spans: One after the other, on this rank's clock.
@@ -86,7 +86,7 @@ class Recorder:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the rank is in the middle of something that is noted, and whose parts are noted, too."""
+        """True if the rank is in the middle of something that is noted, and whose parts are noted, too."""
         return self.is_on and bool(self._open) and not self._is_undivided
 
     def during(self, words: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What this package tells its user: lines of the logger ``lightning_fxpipe``, and warnings that point to the user's own code.
+"""Messages to the user: lines of the logger ``lightning_fxpipe``, and warnings that point to the user's own code.
 
 The logger has a level and a handler of its own, as Lightning's has, so that a script without any logging set up shows what
 matters: INFO is what a user should know of a run, DEBUG what was decided on the way to it, and why.
@@ -116,7 +116,7 @@ def _bar(what: str, total: int | None) -> Iterator[None]:
 
 
 def went_on() -> None:
-    """What is told of now (:func:`telling`) has got a module further."""
+    """Advances the progress display of :func:`telling` by one module."""
     bar = _running.get()
     if bar is not None:
         bar.update()

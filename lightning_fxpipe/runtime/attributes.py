@@ -1,4 +1,4 @@
-"""What a step leaves behind on the LightningModule and on what its code reaches, on every rank.
+"""Changes that a step makes to the LightningModule and to objects that its code reaches, on every rank.
 
 After the model's call only the last stage runs the step. What it changes there (``self.outputs.append(loss)``,
 ``self.last_loss = loss``, ``self.meter.update(loss)``, a moving average in a buffer that no stage holds, a learning rate, a
@@ -57,7 +57,7 @@ class Change:
 
 
 class StepAttributes:
-    """What a step's code can change, but for what is in submodules, as it is now.
+    """Present state that a step's code can change, except that of submodules.
 
     Args:
         module: The LightningModule.
@@ -117,11 +117,11 @@ class StepAttributes:
             self._inside.take(set_here)
 
     def still(self) -> Snapshot | None:
-        """What the step's code can change, if it is as it was, and there are no iterators among it."""
+        """Returns the state that the step's code can change, if it has not changed, and there are no iterators in it."""
         return self.state if not self.state.has_iterators and self.state.is_current() else None
 
     def changes(self, made: StepIterators | None = None) -> list[Change]:
-        """What differs now. Tensors are on the CPU and outside of any graph.
+        """Lists the present differences. Tensors are on the CPU and outside of any graph.
 
         Args:
             made: The iterators that the step has made.
@@ -168,7 +168,7 @@ class StepAttributes:
         return change_of(self._module, self.state, difference, is_in_place=is_in_place)
 
     def _is_own_iterator(self, difference: Difference, made: StepIterators | None) -> bool:
-        """Whether every rank has made itself this iterator, which often cannot be sent, and has it at the same item."""
+        """Returns True if every rank has made itself this iterator, which often cannot be sent, and has it at the same item."""
         found, position = self._own_iterators.get(id(difference.value), (None, 0))
         if made is not None and made.place_of(found) is not None:
             return False
@@ -214,7 +214,7 @@ class AttributesOfSteps:
 
 
 class SubmoduleAttributes:
-    """What submodules hold, as it is now: their forward may change it (``self.calls += 1``) on the rank of their stage only.
+    """Present state of submodules: their forward may change it (``self.calls += 1``) on the rank of their stage only.
 
     Args:
         module: The LightningModule.
@@ -254,7 +254,7 @@ class SubmoduleAttributes:
 
 
 def _is_in_submodule(path: Path) -> bool:
-    """Whether a path leads into a submodule, and there not into what is torch's own."""
+    """Returns True if a path leads into a submodule, and there not into what is torch's own."""
     if len(path) < 3 or not _is_module_step(path[1]):
         return False
     steps = [step for step in path[1:] if not _is_module_step(step)]
@@ -377,7 +377,7 @@ class _Pickler(pickle.Pickler):
         self._moved: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:
-        """What refers to an object that every rank has; None where it must be sent."""
+        """Returns the reference to an object that every rank has; None for one that must be sent."""
         if isinstance(value, nn.Module):
             return None if id(value) not in self._modules else ("module", self._modules[id(value)])
         if isinstance(value, nn.Parameter):
@@ -438,8 +438,9 @@ def _arrive(tensor: Tensor, stays: bool, device: torch.device | None = None) -> 
 
 
 def _is_each_ranks(path: Path) -> bool:
-    """Whether a path leads into torch's own attributes of the module itself, to the parameters that an optimizer steps, or
-    to the Trainer's own attributes."""
+    """Returns True if a path leads into torch's own attributes of the module itself, to the parameters that an optimizer
+    steps, or to the Trainer's own attributes.
+    """
     if path[0] == "trainer":
         return True  # what it knows of the run
     if path[0].startswith("optimizers["):

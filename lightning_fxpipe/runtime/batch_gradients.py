@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class BatchGradients:
-    """Those of one batch, on this rank.
+    """Gradients of one batch, on this rank.
 
     Args:
         parameters: This rank's.

@@ -70,12 +70,12 @@ class BatchPasses:
 
     @property
     def have_run(self) -> bool:
-        """Whether the batch has been through the stages."""
+        """True if the batch has been through the stages."""
         return self._forward is not None or self._interleaved is not None
 
     @property
     def gradients_are_in_place(self) -> bool:
-        """Whether the batch's gradients are there already, before its backward pass."""
+        """True if the batch's gradients are there already, before its backward pass."""
         return self._interleaved is not None and self._interleaved.gradients.are_in_place
 
     # ------------------------------------------------------------------ forward
@@ -106,11 +106,11 @@ class BatchPasses:
         return self._run_forward(setup, values, step, trace)
 
     def may_interleave(self, step: Step) -> bool:
-        """Whether a batch may run forward and backward at once."""
+        """Returns True if a batch may run forward and backward at once."""
         return step.is_training and self._interleaving.may_be
 
     def _must_look(self, step: Step, setup: PassSetup, trace: StageTrace) -> bool:
-        """Whether a look at a batch is to show, before it runs, whether it can; the same on every rank."""
+        """Returns True if a look at a batch is to show, before it runs, whether it can; the same on every rank."""
         if not self.may_interleave(step) or not setup.can_be_interleaved:
             return False
         return self._interleaving.must_look() or not self._setups.is_proven(trace, setup)
@@ -181,7 +181,7 @@ class BatchPasses:
         return results if joined is None else joined
 
     def _runs_again(self, must: bool) -> bool:
-        """Whether the batch runs forward again, as the last stage says. Called by every rank."""
+        """Returns True if the batch runs forward again, as the last stage says. Called by every rank."""
         if not self._topology.is_last:
             return self._commands.hears_of(Command.FORWARD)
         if must:
@@ -216,11 +216,11 @@ class BatchPasses:
 
     @property
     def losses(self) -> list[float | Tensor]:
-        """Those of the microbatches, to be read, where the batch has run forward and backward; on the last stage."""
+        """Losses of the microbatches, to be read, if the batch has run forward and backward; on the last stage."""
         return [] if self._interleaved is None else self._interleaved.losses
 
     def with_parked_loss(self, step: Step, output: Any, value: float, losses: Sequence[float]) -> Any:
-        """What the step returned; where the batch has run forward and backward, with a loss that brings the gradients.
+        """Returns the step's result; if the batch has run forward and backward, with a loss that brings the gradients.
 
         Args:
             step: The step.

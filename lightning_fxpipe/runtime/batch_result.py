@@ -1,4 +1,4 @@
-"""What a run of a step on a batch gave, and what of it the other ranks must know."""
+"""Result of a step's run on a batch, and the part of it that the other ranks must know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fxpipe.user_code.paths import Difference
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """What a run of a step gave, on the last stage; the other stages have nothing.
+    """Result of a step, on the last stage; the other stages have nothing.
 
     Attributes:
         output: What the step returned.
@@ -38,7 +38,7 @@ class BatchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StepNews:
-    """What the other ranks must know of the last stage's step, but for what it logged: one message.
+    """One message with the part of the last stage's step that other ranks must know, except the logged values.
 
     Attributes:
         rng: State of the generators, where the step drew numbers that the other ranks did not.

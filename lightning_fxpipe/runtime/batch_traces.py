@@ -107,7 +107,7 @@ class BatchTraces:
         self._reading[step.kind] = self._reading.get(step.kind, frozenset()) | reading
 
     def _is_found_without_values(self, step: Step, batch: Any, size: int, expected: Found) -> bool:
-        """Whether what comes before the model's call runs on zeros, too, and calls it in the same way."""
+        """Returns True if what comes before the model's call runs on zeros, too, and calls it in the same way."""
         try:
             found = self._find(step, without_values(batch, self._topology.device), size, has_values=False)
         except Exception:  # zeros may be what the step cannot do with, as a division by them

@@ -1,4 +1,4 @@
-"""What the last stage gives for the microbatches, put together as the results for the batch."""
+"""Results of the last stage for the microbatches, put together as the results for the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JoinedResults:
 
     @property
     def are_complete(self) -> bool:
-        """Whether all microbatches' are there."""
+        """True if all microbatches' are there."""
         return self.num_rows_there == self._num_rows
 
     def put(self, results: Sequence[Tensor], start: int, rows: int) -> None:

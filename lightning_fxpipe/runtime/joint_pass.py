@@ -43,7 +43,7 @@ class Backwards:
         self._asked: dict[int, nn.Parameter] | None = None
 
     def anchor(self) -> Tensor:
-        """What makes an operation one that trains, though no parameter is among its inputs."""
+        """Returns a tensor that makes an operation trainable, though no parameter is among its inputs."""
         # No leaf, of which autograd would not say whether a pass for some gradients only goes on to it.
         self.anchors.append(torch.zeros((), requires_grad=True).clone())
         return self.anchors[-1]
@@ -155,7 +155,7 @@ class JointPass:
         self._joined = tuple(results)
 
     def results(self) -> list[Tensor]:
-        """What the call gives, of which autograd knows how it was made."""
+        """Returns the call's results, connected to autograd."""
         joined, self._joined = self._joined, ()
         if torch.is_grad_enabled() and any(spec.requires_grad for spec in self.setup.joined_specs):
             anchor = self.backwards.anchor()

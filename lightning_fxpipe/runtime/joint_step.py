@@ -277,7 +277,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _is_opened(path: str, planned: Collection[str]) -> bool:
-    """Whether the code of a module is the step's, because it was planned by the calls inside."""
+    """Returns True if the code of a module is the step's, because it was planned by the calls inside."""
     return path not in planned and any(other.startswith(f"{path}." if path else "") for other in planned)
 
 

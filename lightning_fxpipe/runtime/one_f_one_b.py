@@ -113,13 +113,13 @@ class InterleavedPass:
 
     @property
     def losses(self) -> list[float | Tensor]:
-        """Those of the microbatches, to be read together with what else there is to read; on the last stage, after a run."""
+        """Losses of the microbatches, to be read together with other values; on the last stage, after a run."""
         known = vars(self).get("_read")
         return [run.value for run in self._in_order()] if known is None else known[0]
 
     @property
     def does_more(self) -> bool:
-        """Whether a microbatch has shown that the step does more than to log its loss; on the last stage, after a run."""
+        """True if a microbatch has shown that the step does more than to log its loss; on the last stage, after a run."""
         return self._read[1] is None
 
     def _compute(

@@ -175,7 +175,7 @@ class PassSetups:
         return self._setups.get(key, make)
 
     def is_proven(self, trace: StageTrace, setup: PassSetup) -> bool:
-        """Whether the stages of a trace have been seen to treat samples one by one, or need not."""
+        """Returns True if the stages of a trace have been seen to treat samples one by one, or need not."""
         return setup.num_microbatches == 1 or trace.traced in self._proven
 
     def prove(self, trace: StageTrace, reason: str | None, changed: Sequence[str]) -> bool:
@@ -261,7 +261,7 @@ class PassSetups:
         return found if isinstance(found, str) else self._stages(trace.kind, *found)
 
     def _assigned(self, traced: TracedRegion) -> tuple[Assignment, Division]:
-        """What the stages for microbatches have. Raises :class:`NotDivisible`."""
+        """Returns the assignment and division for microbatches. Raises :class:`NotDivisible`."""
         division = divide(traced)
         held = sorted({fqn for node in division.tail for fqn in node_fqns(node, self._root) if self._plan.stages_of(fqn)})
         if held and self._everywhere:
@@ -273,7 +273,9 @@ class PassSetups:
             raise NotDivisible(f"{_mixing(division)} {needed}") from None
 
     def _agreed(self, make: Callable[[], _T]) -> _T | str:
-        """What is made, or why some rank cannot: what a module has kept of a batch before, only its stage's rank knows."""
+        """Returns the made object, or the reason of a rank that cannot make it: only its stage's rank knows what a module has
+        kept.
+        """
         made: _T | None = None
         reason = None
         try:
@@ -415,7 +417,7 @@ class PassSetups:
 
 
 def _random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
-    """What carries the state of a device's random numbers over a boundary."""
+    """Returns the specs of the tensors that carry the state of a device's random numbers over a boundary."""
     state = generator_state(device)
     return (TensorSpec(shape=tuple(state.shape), dtype=state.dtype, requires_grad=False),)
 

@@ -55,7 +55,7 @@ RunBackward = Callable[[Any, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """What crosses the boundaries of a stage for one microbatch.
+    """Tensors that cross the boundaries of a stage for one microbatch.
 
     Attributes:
         received: Specs of the tensors from the previous stage.
@@ -102,7 +102,7 @@ class Leg:
         return [output for output, spec in zip(outputs, self.crossings[stage].sent, strict=True) if spec.requires_grad]
 
     def number(self, index: int) -> int:
-        """Of a microbatch, by its number among those of its size, the number in the batch."""
+        """Converts a microbatch's number among those of its size to its number in the batch."""
         return self.part.first + index
 
     def row(self, index: int) -> int:
@@ -112,7 +112,7 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSetup:
-    """What all calls of the region with inputs of the same shapes have in common, on this rank.
+    """Common part, on this rank, of all calls of the region with inputs of the same shapes.
 
     Attributes:
         stages: This rank's stages, by their index.
@@ -153,12 +153,12 @@ class PassSetup:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank joins the results."""
+        """True if this rank joins the results."""
         return self.last_stage in self.stages
 
     @property
     def can_be_interleaved(self) -> bool:
-        """Whether each microbatch can go back before the others have come forward."""
+        """True if each microbatch can go back before the others have come forward."""
         return all(leg.interleaved is not None for leg in self.legs)
 
     @property
@@ -204,7 +204,8 @@ class StageRun:
     def compute(
         self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...], *, state: Tensor | None, training: bool
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What a stage gives for one microbatch. Seeds the generators, unless their state goes from stage to stage.
+        """Computes a stage's outputs for one microbatch. Seeds the generators, unless their state is sent from stage to
+        stage.
 
         Args:
             leg: The microbatches of its size.
@@ -333,7 +334,9 @@ class RegionPass:
         return tuple(Operation.apply(anchor, self.setup, joined, self._lead_backward))  # type: ignore[no-untyped-call]
 
     def run_forward(self) -> tuple[Tensor, ...] | None:
-        """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
+        """Runs like :meth:`forward`, but leaves the results outside of autograd: the caller takes care of the backward
+        pass.
+        """
         isolated = nullcontext() if self.setup.carries_random_state else isolated_rng()
         with self.setup.norms.deferring(), isolated, sharing_casts(self.setup.device):
             for leg in self.setup.legs:
@@ -439,7 +442,7 @@ class RegionPass:
 
 
 class Operation(torch.autograd.Function):
-    """What the stages do in a call, as one operation of autograd."""
+    """Work of the stages in a call, as one operation of autograd."""
 
     @staticmethod
     def forward(

@@ -132,7 +132,9 @@ class RegionRun:
         return self._setup.run_tail(joined, values.__getitem__)
 
     def _pass(self, inputs: list[Tensor]) -> tuple[bool, tuple[Tensor, ...] | None, list[Tensor | None]]:
-        """Whether the batch's pass through the stages counts, the joined results, and the region's inputs and draws."""
+        """Returns True if the batch's pass through the stages is valid, the joined results, and the region's inputs and
+        draws.
+        """
         setup, draws = self._setup, self.trace.traced.draw_nodes
         is_cut = setup.num_microbatches > 1
         # With one microbatch the stages draw where the calls stand.

@@ -240,7 +240,8 @@ class Replay(StepMode):
     @contextmanager
     def _no_checkpoints(self) -> Iterator[None]:
         """In the block the step's own checkpoints run what is in them, up to the region's end: the stages have them, too, and a
-        second run of the step's code would be given what the stages have computed."""
+        second run of the step's code would be given what the stages have computed.
+        """
 
         def is_own() -> bool:
             return not self._in_stage and self._count <= self._record.last
@@ -419,7 +420,7 @@ class Replay(StepMode):
         return True
 
     def _is_held(self, name: str, tensor: Tensor) -> bool:
-        """Whether the stages have a tensor as the one with this name, or will have."""
+        """Returns True if the stages have a tensor as the one with this name, or will have."""
         if not self._held.is_known(name):
             return True  # the call is made anew, as no part of the graph
         if self._exchanged is None:

@@ -1,4 +1,4 @@
-"""Whether a loss that is a sum over microbatches has gradients that are such sums, too.
+"""Check that a loss that is a sum over microbatches has gradients that are such sums, too.
 
 A term that is none, as the balance of a mixture of experts over the batch, may be too small beside the loss to be seen in it,
 and yet be all that trains some weights. It shows in how the loss depends on what the stages gave: by each such result, of which
@@ -22,7 +22,8 @@ _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 5e-2
 
 
 class ResultGradients:
-    """Of one batch. Where one result trains only, there is nothing to look at: its terms show by their share in the loss.
+    """Gradients of the results of one batch. If only one result trains, no check is needed: terms show by their share in the
+    loss.
 
     Args:
         joined: What the stages gave for the batch.
@@ -36,7 +37,7 @@ class ResultGradients:
 
     @property
     def are_looked_at(self) -> bool:
-        """Whether the step must run with gradients."""
+        """True if the step must run with gradients."""
         return bool(self._leaves)
 
     def given(self, joined: Sequence[Tensor]) -> list[Tensor]:
@@ -44,7 +45,7 @@ class ResultGradients:
         return [self._leaves[i].clone() if i in self._leaves else tensor for i, tensor in enumerate(joined)]
 
     def difference(self, whole: Tensor, losses: Sequence[Tensor | None], weights: Sequence[float]) -> str | None:
-        """What differs, in words; None where nothing does, or nothing can be said.
+        """Describes the difference; None if there is none, or none can be told.
 
         Args:
             whole: The loss of the batch, a scalar.
@@ -68,7 +69,7 @@ class ResultGradients:
         return None
 
     def _rounding(self, leaf: Tensor, most: float, loss: Tensor) -> float:
-        """Where a gradient should be zero, as of what softmax does not notice, it is what rounding has left.
+        """Returns the rounding error of a gradient that should be zero, as of a shift that softmax ignores.
 
         Args:
             leaf: The result.

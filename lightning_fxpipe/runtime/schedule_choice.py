@@ -1,4 +1,5 @@
-"""Whether training batches go forward and backward by turns (``runtime.one_f_one_b``).
+"""Choice between the two orders of training batches: all forward first, or forward and backward by turns
+(``runtime.one_f_one_b``).
 
 They can where the loss is a sum over microbatches. Where the user has asked for it, that is found out on the first batch before
 it runs; a loss that is none is an error. With ``schedule="auto"`` they do where it is worth it: where the activations of all
@@ -72,17 +73,17 @@ class Interleaving:
 
     @property
     def is_on(self) -> bool:
-        """Whether batches run so."""
+        """True if batches run so."""
         return self.may_be and self._finding.verdict is Verdict.FITS
 
     @property
     def only_logs_loss(self) -> bool:
-        """Whether the step did nothing with its loss but log it, when a batch was looked at."""
+        """True if the step did nothing with its loss but log it, when a batch was looked at."""
         return self._finding.only_logs_loss
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step had changed nothing that stays, when a batch was looked at."""
+        """True if the step had changed nothing that stays, when a batch was looked at."""
         return self._finding.changes_nothing
 
     def note_change(self) -> None:
@@ -90,7 +91,7 @@ class Interleaving:
         self._finding = replace(self._finding, changes_nothing=False)
 
     def must_look(self) -> bool:
-        """Whether the next batch must be looked at. Called by every rank, once for a batch that may run so."""
+        """Returns True if the next batch must be looked at. Called by every rank, once for a batch that may run so."""
         self._num_batches += 1
         return not self.is_on or (self.only_logs_loss and self._num_batches > _BATCHES_BETWEEN_LOOKS)
 

@@ -1,4 +1,4 @@
-"""What a stage's forward changes by itself, seen while the first batch of a trace goes through it.
+"""Changes that a stage's forward makes by itself, seen while the first batch of a trace passes through it.
 
 A forward that counts its calls, collects their results in a list, or moves parameters (a momentum teacher, noise on its own
 weights) does so once for a batch on one device; with several microbatches it would do so once for each, and compute something
@@ -36,14 +36,14 @@ class _Totals:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> dict[str, _Totals]:
-        """Of each parameter, by its name; the device is asked once."""
+        """Returns the totals of each parameter, by its name; the device is asked once."""
         detached = {fqn: p.detach() for fqn, p in parameters.items()}
         real = {fqn: _countable(p) for fqn, p in detached.items()}
         sums = [[p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)] for p in real.values()]
         return {fqn: cls(*found) for fqn, found in zip(real, plain_numbers(*sums), strict=True)}
 
     def differ(self, others: _Totals, tolerance: float = 0.0) -> bool:
-        """Whether by more than a share of the sizes."""
+        """Returns True if the totals differ by more than a share of the sizes."""
         return (
             abs(self.values - others.values) > tolerance * self.sizes or abs(self.sizes - others.sizes) > tolerance * self.sizes
         )

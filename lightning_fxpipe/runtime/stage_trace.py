@@ -27,13 +27,14 @@ class StageTrace:
 
     @property
     def is_for_one_step(self) -> bool:
-        """Whether it has only what the step that it was made for uses."""
+        """True if it has only what the step that it was made for uses."""
         return self.span is not None or len(self.traced.wanted) < self.traced.output_structure.num_tensors
 
     @property
     def set_on_last_rank(self) -> frozenset[str]:
         """Paths of the modules whose attributes only the last stage's rank sets: their forward counts as the step's own code,
-        or is recorded, and leaves tensors."""
+        or is recorded, and leaves tensors.
+        """
         if self.span is None or self.traced.record is None:
             return frozenset()
         leaving = {path for call in self.traced.record.calls for path, *_ in call.sides}

@@ -226,7 +226,7 @@ class StageTraces:
         return known
 
     def is_fixed(self, kind: StepKind) -> bool:
-        """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`guard_keys`."""
+        """Returns True if a step's calls of the model follow from the batch's shapes, its constants and :attr:`guard_keys`."""
         return kind not in self._unfixed
 
     def needs_values(self, kind: StepKind) -> bool:
@@ -234,7 +234,7 @@ class StageTraces:
         return kind in self._needing_values
 
     def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> SpanMatch:
-        """Whether the step makes the calls that a trace of several has, with its constants and with tensors of its shapes."""
+        """Compares the step with a trace of several calls: the calls, its constants and the shapes of tensors."""
         traced = known.traced
         match = match_span(
             self._root,
@@ -257,11 +257,11 @@ class StageTraces:
         return match
 
     def have_held_tensors_changed(self) -> bool:
-        """Whether code has put another tensor where the stages have one from."""
+        """Returns True if code has put another tensor where the stages have one from."""
         return any(known.traced.held.have_changed() for known in self._known)
 
     def _note_looks(self, kind: StepKind, traced: TracedRegion) -> None:
-        """Where the region itself looks at values, every microbatch is looked at before it runs."""
+        """Notes that every microbatch is read before it runs, if the region itself reads values."""
         if traced.looks:
             self._unfixed.add(kind)
             self._needing_values.add(kind)
@@ -383,7 +383,7 @@ class StageTraces:
         return made, shapes
 
     def _agree(self, kind: StepKind, cut: Callable[[], _Cut]) -> _Cut:
-        """What ``cut`` gives on every rank.
+        """Runs ``cut`` on every rank, and returns its result.
 
         Raises:
             CannotFollow: It failed on one of them: in training, as the step cannot be cut as the plan says.
@@ -493,6 +493,6 @@ def _calls_of(span: Span | None) -> tuple[int, int] | None:
 
 
 def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:
-    """Whether the trace found a symbol to be a number after all."""
+    """Returns True if the trace found a symbol to be a number after all."""
     size = traced.input_shapes[tensor][dim]
     return isinstance(size, int) or bool(getattr(traced.world.replacements().get(size), "is_number", False))

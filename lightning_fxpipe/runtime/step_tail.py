@@ -62,7 +62,7 @@ class FailsForMicrobatch(NeedsWholeBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class TailRun:
-    """What a dry run of the step has shown.
+    """Findings of a dry run of the step.
 
     Attributes:
         loss: Its loss; None where it returns none.
@@ -81,7 +81,7 @@ class TailRun:
     has_changed_any: bool
 
     def logged_losses(self, value: float, logged: Sequence[float]) -> tuple[LogEntry, ...] | None:
-        """What it logs, without the loss, where that is all it does; else None.
+        """Returns the logged values without the loss, if the step does nothing but log; else None.
 
         Args:
             value: The value of its loss.
@@ -99,7 +99,7 @@ class TailRun:
 
 
 def read_runs(runs: Sequence[TailRun]) -> list[tuple[float, tuple[LogEntry, ...] | None]]:
-    """Of each run the value of its loss, and what :meth:`TailRun.logged_losses` gives."""
+    """Returns for each run the value of its loss, and the result of :meth:`TailRun.logged_losses`."""
     values, *logged = plain_numbers([run.value for run in runs], *(run.log.values for run in runs))
     return [(value, run.logged_losses(value, own)) for run, value, own in zip(runs, values, logged, strict=True)]
 
@@ -144,7 +144,7 @@ class StepTail:
 
     @cached_property
     def prelude_draws(self) -> bool:
-        """Whether the step draws before it comes to the region; a microbatch's, where the batch's has not, does more."""
+        """True if the step draws before it comes to the region; a microbatch's, where the batch's has not, does more."""
         return not same_rng(self.rng_at_start, self.rng_after_prelude)
 
     @cached_property
@@ -154,13 +154,13 @@ class StepTail:
 
     @cached_property
     def _places(self) -> list[tuple[Leg, int, int]]:
-        """Of each microbatch its leg, its number there, and its first sample."""
+        """Lists for each microbatch its leg, its number there, and its first sample."""
         legs = [(leg, index) for leg in self.setup.legs for index in range(leg.part.count)]
         starts = accumulate(self.sizes, initial=0)
         return [(leg, index, start) for (leg, index), start in zip(legs, starts, strict=False)]
 
     def state(self) -> Snapshot:
-        """What its runs may change, but for attributes of submodules."""
+        """Returns a snapshot of all that the runs may change, except attributes of submodules."""
         return user_state(self.root, self.step.function, enters_modules=False)
 
     def undone_runs(self) -> UndoneRuns:
@@ -219,7 +219,7 @@ class StepTail:
         )
 
     def _runs_that_change_nothing(self, joined: Sequence[Tensor]) -> list[TailRun] | None:
-        """As :meth:`_runs`; None where they have changed anything, so that some have met what others had changed."""
+        """Runs like :meth:`_runs`; returns None if a run has changed anything, which later ones have then met."""
         with undo_after(self.root, self.step.function) as undone, self.undone_runs() as runs:
             found = self._runs(joined, runs)
         has_changed_any = undone.has_changed_any or runs.has_assigned or any(run.has_changed_any for run in found)

@@ -73,7 +73,7 @@ class WholeSteps:
         self._versions: list[tuple[int, int]] | None = None  # of this rank's tensors, when they were brought
 
     def takes(self, kind: StepKind) -> bool:
-        """Whether a step runs whole."""
+        """Returns True if a step runs whole."""
         return kind in self._kinds
 
     def take(self, kind: StepKind, error: FxPipeError) -> bool:
@@ -181,7 +181,7 @@ class WholeSteps:
             yield view
 
     def _missing(self) -> list[tuple[int, Tensor]]:
-        """What the last stage lacks, with the rank that has it, in the same order on every rank."""
+        """Lists the tensors that the last stage lacks, with the rank that has each, in the same order on every rank."""
         held, topology = first_held(self._module, self._plan), self._topology
         return [
             (topology.rank_of(stage), tensor)

@@ -57,7 +57,7 @@ class Schedule:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether its order is made from what the stages take."""
+        """True if its order is made from what the stages take."""
         return self.name in FITTED
 
     @property

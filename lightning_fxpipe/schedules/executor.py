@@ -1,4 +1,4 @@
-"""Runs the program of one rank: starts receives, computes, and sends.
+r"""Runs the program of one rank: starts receives, computes, and sends.
 
 What an action computes is not known here: the caller gives a function that takes what has come for the action, and returns what
 goes on from there. So one loop runs forward passes, backward passes, and both at once.
@@ -136,7 +136,7 @@ class Executor:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed by actions of their own."""
+        """True if gradients of weights are computed by actions of their own."""
         return any(step.action.kind is WEIGHT_BACKWARD for step in self._program.steps)
 
     def step(self, compute: Compute) -> None:
@@ -208,7 +208,7 @@ class Executor:
         return [self._program.edges[value.edge].spec for value in message.values]
 
     def _sendable(self, tensor: Tensor) -> Tensor:
-        """The same memory, with a dtype that the transport knows: NCCL has none for many."""
+        """Returns the same memory with a dtype that the transport knows: NCCL lacks many."""
         return as_bytes(tensor) if self._device.type != "cpu" else tensor
 
 

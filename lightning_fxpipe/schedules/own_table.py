@@ -93,13 +93,13 @@ def schedule_of_table(table: ActionTable, name: str) -> Schedule:
 
 
 def _placement(table: ActionTable) -> Placement | None:
-    """Where its stages lie; None where that is nowhere that a pipeline can place them."""
+    """Finds the placement of a table's stages; None if a pipeline has no such placement."""
     held = [table.stages_of(rank) for rank in range(table.num_ranks)]
     return next((one for one in _placements(table) if [one.stages_of(rank) for rank in range(one.num_ranks)] == held), None)
 
 
 def _placements(table: ActionTable) -> Iterator[Placement]:
-    """Those for as many stages and ranks."""
+    """Yields the placements for these numbers of stages and ranks."""
     each, rest = divmod(table.num_stages, table.num_ranks)
     if rest == 0:
         yield Placement(num_ranks=table.num_ranks, stages_per_rank=each)

@@ -121,7 +121,7 @@ class Program:
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Of each rank that this one sends to or receives from the sending and the receiving rank, in the order of these."""
+        """Lists for each neighbour of this rank the sending and the receiving rank, in the order of these."""
         messages = (message for step in self.steps for message in (*step.sends, *step.receives))
         return tuple(sorted({(message.source, message.target) for message in messages}))
 
@@ -164,7 +164,7 @@ def program_of(
 
 
 class _Links:
-    """What the actions of all ranks give each other.
+    """Values that the actions of all ranks pass to each other.
 
     Attributes:
         rows: The actions of each rank.
@@ -231,7 +231,8 @@ def _by_stage(edges: Sequence[Edge], stage_of: Callable[[Edge], int]) -> dict[in
 
 def _num_ahead(steps: Sequence[Step], edges: Sequence[Edge], ahead_bytes: int) -> int:
     """How many actions before its tensors are used a receive starts: one, or as many as fit ``ahead_bytes``; no more than the
-    rank has microbatches in flight."""
+    rank has microbatches in flight.
+    """
     sizes = (sum(edges[value.edge].spec.num_bytes for value in m.values) for step in steps for m in step.receives)
     largest = max(sizes, default=0)
     num_open = most_open = 0
@@ -255,7 +256,8 @@ def _starts(links: _Links, rank: int, num_steps: int, num_ahead: int) -> list[li
 
 def _completes(links: _Links, rank: int, num_steps: int) -> tuple[list[list[Message]], list[Message]]:
     """For each action of a rank, the sends that the receiver is known to have when it has its inputs; and those of which this
-    is not known in the pass."""
+    is not known in the pass.
+    """
     found: list[list[Message]] = [[] for _ in range(num_steps)]
     leftover: list[Message] = []
     known = _known_done(links)

@@ -59,7 +59,7 @@ class _Part:
 
 
 class WeightGradients:
-    """What is left of a backward pass after the gradients of the inputs.
+    """Rest of a backward pass after the gradients of the inputs.
 
     Args:
         parts: Weights, and where their gradients begin.

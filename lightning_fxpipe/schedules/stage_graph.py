@@ -16,7 +16,7 @@ from lightning_fxpipe.simulation.actions import BACKWARD, WEIGHT_BACKWARD, Actio
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Where a graph begins and ends. It does not keep the values of the outputs: what needs them has saved them.
+    """Ends of a graph. It does not keep the values of the outputs: functions that need them have saved them.
 
     Attributes:
         inputs: The received tensors that train, which are leaves.

@@ -1,4 +1,4 @@
-"""What a schedule takes, before anything runs: its table of actions, and the time that each action gets.
+"""Time and memory of a schedule before anything runs: its table of actions, and the time of each action.
 
 - ``actions``: an action, and the table that says which rank does which in what order.
 - ``orders``: the tables of GPipe, 1F1B, looped breadth-first, interleaved 1F1B and interleaved zero bubble.

@@ -23,7 +23,7 @@ _FOLLOWS = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_G
 
 
 class Kind(Enum):
-    """What an action computes."""
+    """Kinds of actions."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the gradients of inputs and weights at once
@@ -150,7 +150,7 @@ class ActionTable:
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether weights get their gradients in actions of their own."""
+        """True if weights get their gradients in actions of their own."""
         return any(action.kind is WEIGHT_BACKWARD for action in self)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

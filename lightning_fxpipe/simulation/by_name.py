@@ -106,12 +106,14 @@ def simulate(
 
 
 def is_v_shaped(schedule: SimulatedSchedule) -> bool:
-    """Whether a schedule's stages come back through the ranks in a V."""
+    """Returns True if a schedule's stages come back through the ranks in a V."""
     return schedule in _V_SHAPED
 
 
 def on_stages(schedule: SimulatedSchedule, stages_per_rank: int) -> SimulatedSchedule:
-    """What a schedule is called with so many stages on each rank: the runtime takes several with names for one, too."""
+    """Returns the schedule of a name for this number of stages on each rank: the runtime takes several with names for one,
+    too.
+    """
     several: dict[SimulatedSchedule, SimulatedSchedule] = {"gpipe": "looped_bfs", "1f1b": "interleaved_1f1b"}
     return several.get(schedule, schedule) if stages_per_rank > 1 else schedule
 

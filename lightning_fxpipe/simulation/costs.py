@@ -11,7 +11,7 @@ from lightning_fxpipe.simulation.actions import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What one stage takes for one microbatch.
+    """Costs of one stage for one microbatch.
 
     Attributes:
         forward_seconds: Of its forward.
@@ -92,7 +92,7 @@ class StageWork:
 
 
 def even(costs: Sequence[StageCosts]) -> list[StageCosts]:
-    """The same stages if each part of each took as long, about what it is on average; what they keep is what it was."""
+    """Returns stages with equal costs, the averages of these; the bytes that they keep stay as they are."""
     total = sum(cost.forward_seconds + cost.input_backward_seconds + cost.weight_backward_seconds for cost in costs)
     # A power of two: sums of it are exact, so that whoever compares moments finds those equal that are.
     each = 2.0 ** round(math.log2(total / (3 * len(costs)))) if total else 1.0
@@ -101,7 +101,7 @@ def even(costs: Sequence[StageCosts]) -> list[StageCosts]:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What it takes to send something to another rank; within a rank it takes nothing.
+    """Costs of a message to another rank; within a rank messages are free.
 
     Attributes:
         latency_seconds: Until the first byte is there.
@@ -115,14 +115,15 @@ class Link:
 
     def reduce_seconds(self, num_bytes: float, num_ranks: int) -> float:
         """Until each of some ranks has the mean of what all have: in a ring, in which each part of it passes all ranks twice
-        (Patarasuk and Yuan, 2009)."""
+        (Patarasuk and Yuan, 2009).
+        """
         num_hops = 2 * (num_ranks - 1)
         return num_hops * (self.latency_seconds + num_bytes / num_ranks / self.bytes_per_second)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What is not computed, and takes time all the same.
+    """Time that is no computation.
 
     Attributes:
         action_seconds: Of each action: kernels that are started, Python.

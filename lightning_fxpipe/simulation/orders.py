@@ -28,7 +28,7 @@ def looped_breadth_first(num_ranks: int, num_microbatches: int, *, stages_per_ra
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> ActionTable:
-    """As many forwards first as it takes to get to the last stage and back, then one forward for each backward.
+    """Runs as many forwards as the way to the last stage and back takes, then one forward for each backward.
 
     PipeDream-Flush, arXiv 2006.09503.
     """

@@ -47,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a table of actions takes.
+    """Time and memory of a table of actions.
 
     Attributes:
         table: The table.
@@ -68,12 +68,12 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole step."""
         return self.pipeline_seconds + self.overhead.step_seconds
 
     def seconds_of_replicas(self, num_replicas: int, link: Link, *, shares_out: bool = False) -> float:
-        """Of a whole step of several such pipelines, in which each rank averages its gradients with those of the others as soon
-        as its own stages are done.
+        """Returns the seconds of a whole step of several such pipelines, in which each rank averages its gradients with those
+        of the others as soon as its own stages are done.
 
         Args:
             num_replicas: Pipelines.
@@ -88,7 +88,8 @@ class Simulation:
         self, num_replicas: int, link: Link, *, shares_out: bool = False
     ) -> tuple[tuple[float, float, float], ...]:
         """For each rank when its own stages are done, when it has the average of the gradients, and when what others step is
-        there. Arguments as :meth:`seconds_of_replicas`."""
+        there. Arguments as :meth:`seconds_of_replicas`.
+        """
         found = []
         for events, num_bytes in zip(self.ranks, self.gradient_bytes, strict=True):
             seconds = link.reduce_seconds(num_bytes, num_replicas)
@@ -98,7 +99,7 @@ class Simulation:
 
     @property
     def gradient_bytes(self) -> tuple[float, ...]:
-        """Of each rank's stages."""
+        """Bytes of the gradients of each rank's stages."""
         ranks = range(self.table.num_ranks)
         return tuple(sum(self.costs[stage].gradient_bytes for stage in self.table.stages_of(rank)) for rank in ranks)
 
@@ -140,7 +141,8 @@ class Simulation:
     @cached_property
     def kept_bytes(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """For each rank what it has in memory from when on: pairs of seconds and bytes, one for the beginning and for the end
-        of each action."""
+        of each action.
+        """
         found = []
         for rank, events in enumerate(self.ranks):
             states = sum(self.costs[stage].state_bytes for stage in self.table.stages_of(rank))
@@ -227,7 +229,9 @@ class _Run:
             raise deadlock_error((rank, action) for action, ranks in self.waiting.items() for rank in ranks)
 
     def _needed_by(self, action: Action) -> list[tuple[Action, float]]:
-        """What an action waits for, besides the one before it on its rank, and the bytes that it gets from there."""
+        """Lists the actions that an action waits for, besides the one before it on its rank, and the bytes that it gets from
+        each.
+        """
         if action.kind is WEIGHT_BACKWARD:
             return []  # its rank has done the other part before, see ActionTable
         if action.kind is FORWARD:

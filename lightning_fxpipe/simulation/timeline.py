@@ -1,4 +1,4 @@
-"""What each rank does when, simulated or measured: what pictures are drawn of."""
+"""Timelines of the actions of each rank, simulated or measured: the data of all pictures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Timeline:
         cls, label: str, simulation: Simulation, num_replicas: int, link: Link, *, shares_out: bool = False
     ) -> Timeline:
         """That of a simulated step of one of several pipelines, with what they average. Arguments as
-        :meth:`~lightning_fxpipe.simulation.simulator.Simulation.seconds_of_replicas`."""
+        :meth:`~lightning_fxpipe.simulation.simulator.Simulation.seconds_of_replicas`.
+        """
         alone = cls.of_simulation(label, simulation)
         spans = simulation.average_spans(num_replicas, link, shares_out=shares_out)
         ranks = []

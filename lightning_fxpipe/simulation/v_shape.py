@@ -142,12 +142,12 @@ def _in_order(ranks: Sequence[Slots]) -> list[tuple[int, int, int, int]]:
 
 
 def _moved(ranks: list[Slots]) -> list[Slots]:
-    """What lies before and after the steady part in earlier slots, gradients of weights included."""
+    """Moves the actions before and after the steady part to earlier slots, gradients of weights included."""
     return _moved_outside_of_steady_part(ranks, at_the_start=True)
 
 
 def _moved_at_the_end(ranks: list[Slots]) -> list[Slots]:
-    """What lies after the steady part in earlier slots; gradients of weights come later."""
+    """Moves the actions after the steady part to earlier slots; gradients of weights come later."""
     return _moved_outside_of_steady_part(ranks, at_the_start=False)
 
 

@@ -12,7 +12,7 @@ from lightning_fxpipe.simulation.costs import StageCosts
 
 
 class Walk:
-    """What the ranks have done so far.
+    """Progress of the ranks so far.
 
     Args:
         costs: Of each stage, for one microbatch.
@@ -52,8 +52,9 @@ class Walk:
         return None if is_here else self.ends[beside] + self._latency
 
     def can_run(self, action: Action, limit_bytes: float) -> bool:
-        """Whether all that an action needs is made, and its rank keeps no more than a limit after it and all gradients of
-        weights that it can make before."""
+        """Returns True if all that an action needs is made, and its rank keeps no more than a limit after it and all
+        gradients of weights that it can make before.
+        """
         stage, microbatch = action.stage, action.microbatch
         if action.kind is FORWARD:
             is_made = not stage or Action(stage - 1, FORWARD, microbatch) in self.ends
@@ -66,7 +67,7 @@ class Walk:
         return is_made and self.fits(action, limit_bytes + freed)
 
     def fits(self, action: Action, limit_bytes: float) -> bool:
-        """Whether a rank keeps no more than a limit after an action."""
+        """Returns True if a rank keeps no more than a limit after an action."""
         rank = self._rank_of_stage[action.stage]
         return self.kept_bytes[rank] + self._costs[action.stage].kept_bytes(action.kind) <= limit_bytes
 
@@ -85,7 +86,7 @@ class Walk:
     # ------------------------------------------------------------------ gradients of weights
 
     def has_weights_left(self, rank: int) -> bool:
-        """Whether there are gradients of weights that a rank can make."""
+        """Returns True if there are gradients of weights that a rank can make."""
         return bool(self._weights[rank])
 
     def do_weights(self, rank: int) -> None:

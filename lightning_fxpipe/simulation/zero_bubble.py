@@ -61,7 +61,7 @@ def zero_bubble(
 
 @dataclass(frozen=True)
 class _Choices:
-    """What is open in the heuristic.
+    """Free choices of the heuristic.
 
     Attributes:
         may_wait_for_first: Whether the forwards before the first backward end before it can begin.

@@ -137,7 +137,7 @@ class _Heuristic:
                 raise _Stuck
 
     def _has_time_for_another(self, rank: int, arrival: float) -> bool:
-        """Whether a rank can take another forward until then, and keep the memory that those on their way will need."""
+        """Returns True if a rank can take another forward until then, and keep the memory that those on their way will need."""
         cost = self._costs[rank]
         kept = self._walk.kept_bytes[rank] + cost.activation_bytes * (2 + 2 * rank)
         is_early = self._walk.free[rank] + cost.forward_seconds <= arrival

@@ -42,7 +42,7 @@ from lightning_fxpipe.user_code.frames import user_source
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """What is known of a boundary tensor at given sizes.
+    """Shape, type and gradient of a boundary tensor at given sizes.
 
     Attributes:
         shape: Its shape.
@@ -131,7 +131,7 @@ def stages_with_inputs(assignment: Assignment) -> frozenset[int]:
 
 
 def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tuple[TensorSpec, ...]:
-    """What crosses a boundary for given values of the symbols."""
+    """Returns the specs of the tensors at a boundary for given values of the symbols."""
     return tuple(
         TensorSpec(
             shape=tuple(concrete_size(size, sizes, node.meta.get("source")) for size in node.meta["val"].shape),
@@ -388,7 +388,8 @@ def _taking_more(
     module: nn.Module, sides: tuple[tuple[str, str], ...], inner_places: tuple[InnerPlace, ...]
 ) -> Callable[..., Any]:
     """Calls a module with what an earlier call has kept for it. Returns, with its result, the tensors that it leaves on itself
-    and its submodules, and results of modules inside it."""
+    and its submodules, and results of modules inside it.
+    """
 
     def called(*args: Any, **kwargs: Any) -> Any:
         set_kept(module, kwargs.pop(KEPT, {}))
@@ -407,7 +408,8 @@ _CALL = nn.Module.__call__
 
 def _compiled(module: nn.Module) -> Callable[..., Any]:
     """Calls a module, compiled at its first call. The code of blocks that are alike is compiled once: torch keeps what it makes
-    by the code of ``forward``, and takes their parameters as inputs."""
+    by the code of ``forward``, and takes their parameters as inputs.
+    """
     run = torch.compile(module)
 
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -59,5 +59,7 @@ def _fill(placeholder: Tensor, parameter: nn.Parameter | None, value: Tensor) ->
 
 
 def has_room_for_copies(num_bytes: int, num_copies: int, topology: Topology) -> bool:
-    """Whether every machine has the memory for copies of the whole model. Called by every rank, with one answer for all."""
+    """Returns True if every machine has the memory for copies of the whole model. Called by every rank, with one answer for
+    all.
+    """
     return not any_rank(not has_room(num_bytes * num_copies), topology)

@@ -39,7 +39,7 @@ class SharedParameters:
 
     @property
     def are_held(self) -> bool:
-        """Whether this rank has a copy of any."""
+        """True if this rank has a copy of any."""
         return bool(self._mine)
 
     @contextmanager
@@ -72,7 +72,7 @@ class SharedParameters:
                     dist.all_reduce(parameter.grad, group=group)
 
     def is_secondary(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is a copy that another rank counts and saves."""
+        """Returns True if the parameter is a copy that another rank counts and saves."""
         return id(parameter) in self._secondary
 
 

@@ -11,7 +11,8 @@ from lightning_fxpipe.user_code.exchange import named_tensors
 
 def first_held(root: nn.Module, plan: PartitionPlan) -> dict[int, dict[str, Tensor]]:
     """By stage, what it is the first to hold, by the first FQN; the same in the same order on every rank. What no stage holds
-    every rank has."""
+    every rank has.
+    """
     names = canonical_fqns(root)
     found: dict[int, dict[str, Tensor]] = {}
     for _, _, fqn, tensor in named_tensors(root):

@@ -69,7 +69,7 @@ class SavedBytes:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """What identifies a tensor's memory, and its bytes; those of a sparse one at most."""
+    """Returns a key of a tensor's memory, and its bytes; of a sparse tensor at most."""
     if tensor.layout is torch.strided:
         return storage_key(tensor), tensor.untyped_storage().nbytes()
     return id(tensor), tensor.numel() * tensor.element_size()
@@ -84,7 +84,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """What the container may take beside what it has taken; its file cache counts as free."""
+    """Returns the memory that the container may take in addition; its file cache counts as free."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))

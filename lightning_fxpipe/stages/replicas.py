@@ -1,4 +1,4 @@
-"""What replicas of a stage have in common: the gradients that they average, and the state that they begin with.
+"""Common work of the replicas of a stage: they average gradients, and begin with the same state.
 
 As ``torch.nn.parallel.DistributedDataParallel`` does it (arXiv 2006.15704): the mean over the replicas, in buckets, once where
 a backward pass ends that is not accumulated; buffers are those of the first replica. Each rank begins as soon as its own

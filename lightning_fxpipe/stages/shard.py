@@ -106,7 +106,7 @@ def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Mate
 
 
 def _without_memory(data: Tensor) -> Tensor:
-    """Of the same shape, and nan everywhere, for whoever still refers to the parameter."""
+    """Returns a tensor of the same shape, and nan everywhere, for other references to the parameter."""
     byte = 255 if data.is_floating_point() or data.is_complex() else 0
     element = torch.full((data.element_size(),), byte, dtype=torch.uint8, device=data.device).view(data.dtype)
     return element.reshape(()).expand(data.shape)

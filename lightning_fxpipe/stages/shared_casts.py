@@ -1,4 +1,4 @@
-"""What autocast makes of a weight, made once for all microbatches of a batch.
+"""Casts of weights by autocast, made once for all microbatches of a batch.
 
 Under autocast an operation has its weight in the lower precision, and keeps that for the backward pass: on one device once for
 a batch. Lightning switches torch's cache of such copies off (a weight that is used twice is cast twice), so that each

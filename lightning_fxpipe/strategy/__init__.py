@@ -1,4 +1,4 @@
-"""What Lightning sees: the strategy, which hands each hook over to the rooms above.
+"""Strategy that Lightning uses, which hands each hook over to the rooms above.
 
 - ``strategy``: ``FxPipeStrategy``; with ``replica_strategy`` (processes) and ``configured_strategy`` (options).
 - ``options``: types of its options on a command line.

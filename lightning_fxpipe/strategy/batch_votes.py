@@ -27,7 +27,7 @@ def votes_before_batches(trainer: Any, topology: Topology) -> Callable[[int, boo
         if all replicas are there: where nothing is trained, they may have different numbers of batches. It stops the run after
         this batch if a rank had been asked to before the last one.
 
-        Raises:
+    Raises:
             TraceError: The ranks of the pipeline computed a batch with different graphs.
     """
     in_pipeline, among_all = LateVote(topology.control_group), LateVote(topology.replicas.everyone)

@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy for when it saves or restores a run, for a module in stages."""
+"""Hooks of a strategy that save or restore a run, for a module in stages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _LAST_SECONDS = 2.0  # that a checkpoint in the background still has when the ru
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What is saved: a module in its pipeline, on this rank, and the run's optimizers."""
+    """Contents of a checkpoint: a module in its pipeline, on this rank, and the run's optimizers."""
 
     session: Session
     topology: Topology
@@ -68,7 +68,7 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What a run is restored from.
+    """Source from which a run is restored.
 
     Attributes:
         location: Where it is.
@@ -108,7 +108,7 @@ class CheckpointHooks:
         self.forget_run()
 
     def copy(self) -> CheckpointHooks:
-        """Those of another strategy with the same options, which has not run."""
+        """Returns the hooks of another strategy with the same options, which has not run."""
         return CheckpointHooks(self._timeout, options=self._options, as_folder=self._form, in_background=self._in_background)
 
     def forget_run(self) -> None:
@@ -281,7 +281,7 @@ class CheckpointHooks:
         return needs_folder
 
     def _entry(self) -> dict[str, Any]:
-        """What a checkpoint says of the run that has written it, and what the stages' random numbers derive from."""
+        """Returns a checkpoint's entry about the run that writes it, from which the stages' random numbers derive."""
         versions = {name: _version_of_package(name) for name in ("lightning-fxpipe", "torch", "lightning")}
         plan = dataclasses.asdict(self._now.session.plan)
         return {"versions": versions, **self._options, "plan": plan, "rng": portable_rng(rng_state()), "seed": self.seed}

@@ -57,7 +57,7 @@ class ExampleRuns:
         self._topology = topology
 
     def patches(self, trainer: Trainer) -> list[tuple[Any, str, Any]]:
-        """What to set on callbacks and loggers for a run."""
+        """Returns the patches of callbacks and loggers for a run."""
         callbacks = [callback for callback in trainer.callbacks if _makes_summary(callback)]  # type: ignore[attr-defined]
         loggers = [logger for logger in trainer.loggers if _writes_graph(logger)]
         return [
@@ -103,7 +103,7 @@ class ExampleRuns:
 
 
 def _makes_summary(callback: Any) -> bool:
-    """Whether a callback makes Lightning's model summary."""
+    """Returns True if a callback makes Lightning's model summary."""
     return (
         isinstance(callback, in_all_roots(ModelSummary))
         and "on_fit_start" not in vars(callback)
@@ -112,12 +112,12 @@ def _makes_summary(callback: Any) -> bool:
 
 
 def _writes_graph(logger: Any) -> bool:
-    """Whether a logger may call the model."""
+    """Returns True if a logger may call the model."""
     return isinstance(logger, in_all_roots(Logger)) and is_overridden("log_graph", logger, of_root(Logger, logger))
 
 
 def can_be_summarised_on_fakes(module: LightningModule, device: torch.device) -> bool:
-    """Whether a summary of the module needs no values, and its forward leaves nothing behind."""
+    """Returns True if a summary of the module needs no values, and its forward leaves nothing behind."""
     generators = python_rng()
     try:
         with isolated_rng(), _on_fakes(module, device), _NeedsValues() as noted:  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Where the tensors of a module that has no data yet get it from: its construction, or the checkpoint that is to come."""
+"""Sources of the first values of a module without data: its construction, or the checkpoint that will be loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from lightning_fxpipe.hooks.hook_code import is_own
 def init_context(
     constructions: Constructions, precision: Any, module: Any, device: torch.device, empty_init: bool | None
 ) -> Iterator[None]:
-    """What is made in ``configure_model``, or with ``empty_init``, gets its data when it is known which rank needs it.
+    """Delays the data of modules that ``configure_model`` makes, or others with ``empty_init``, until it is known which rank
+    needs it.
 
     Args:
         constructions: Gets what is recorded.
@@ -34,18 +35,18 @@ def init_context(
 
 
 def materials_of(constructions: Constructions, module: Any) -> Materials:
-    """Where the tensors of a module that is about to be split get their data from."""
+    """Returns the sources of the values of a module that will be split."""
     return constructions.take(module, draws=not _awaits_checkpoint(module))
 
 
 def _awaits_checkpoint(module: Any) -> bool:
-    """Whether a checkpoint is sure to be loaded before the run, so that initial values are not needed."""
+    """Returns True if a checkpoint is sure to be loaded before the run, so that initial values are not needed."""
     requested = getattr(module.trainer.strategy.launcher, "requested", None)
     # Where there is no last one, the Trainer goes on without.
     return requested not in (None, "last") and not hooks_change_checkpoints(module)
 
 
 def hooks_change_checkpoints(module: Any) -> bool:
-    """Whether hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
+    """Returns True if hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
     hooks = [getattr(owner, "on_load_checkpoint", None) for owner in (module, *module.trainer.callbacks)]
     return any(hook is not None and not is_own(hook) for hook in hooks)

@@ -42,7 +42,7 @@ else:
     else:
 
         def _check_plan(kind: type, value: Any) -> None:
-            """jsonargparse expects a ValueError, and tries the option's other types."""
+            """Jsonargparse expects a ValueError, and tries the option's other types."""
             try:
                 PartitionPlan.load(value)
             except Exception as error:

@@ -73,7 +73,8 @@ class ReplicaStrategy(Base):
 
     def name_profile(self, trainer: Any) -> None:
         """Tells the Trainer's profiler which process this is; the Trainer takes the only replica for the only process, whose
-        profile needs no name of its own."""
+        profile needs no name of its own.
+        """
         local_rank = self.local_rank if self.topology.num_ranks > 1 else None
         trainer.profiler.setup(stage=trainer.state.fn, local_rank=local_rank, log_dir=trainer.log_dir)
 

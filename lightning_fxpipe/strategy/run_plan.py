@@ -63,7 +63,7 @@ def step_of_run(trainer: Trainer) -> StepKind:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What the user says about the plan.
+    """Options of the user about the plan.
 
     Attributes:
         given: A plan to use instead of making one.
@@ -98,12 +98,14 @@ class PlanOptions:
     shard_optimizer_state: bool = False
 
     def optimizer_bytes_per_byte(self, num_replicas: int) -> float:
-        """What the optimizer, if it is Adam, keeps on a device for each byte of its stages' parameters that train."""
+        """Returns the bytes that the optimizer, if it is Adam, keeps on a device for each byte of its stages' trained
+        parameters.
+        """
         return ADAM_BYTES_PER_BYTE / (num_replicas if self.shard_optimizer_state else 1)
 
     @property
     def needs_memory(self) -> bool:
-        """Whether the plan goes by what memory the devices have left."""
+        """True if the plan goes by what memory the devices have left."""
         return self.given is None and (
             self.balance == "auto" or self.activation_checkpointing == "auto" or self.device_memory_gib == "auto"
         )
@@ -424,7 +426,7 @@ def check_compile(options: PlanOptions, plan: PartitionPlan, module: LightningMo
 
 
 def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, str, Any]]:
-    """What to patch so that the attributes that the module's or a callback's code assigns later are there."""
+    """Returns patches that provide attributes which the module's or a callback's code assigns later."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     names = frozenset[str]().union(*(assigned_anywhere(type(owner)) for owner in (module, *callbacks)))
     known = {*dir(type(module)), *dict(module.named_children()), *dict(module.named_parameters(recurse=False))}
@@ -433,7 +435,7 @@ def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, 
 
 
 def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
-    """What to patch so that a step gets as many optimizers and schedulers as it will have."""
+    """Returns patches with which a step gets as many optimizers and schedulers as it will have."""
     try:
         with undo_after(module):
             counts = num_optimizers(module.configure_optimizers())

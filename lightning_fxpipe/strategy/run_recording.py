@@ -126,7 +126,8 @@ class RunRecording:
 
     def end_run(self) -> None:
         """Writes what is not yet written. Called by every rank after a run that ended well; after another one, not every rank
-        may come here, and the step that ran is lost."""
+        may come here, and the step that ran is lost.
+        """
         if self._trainer is None or self._options is None:
             return
         ended_well = self._trainer.state.status == TrainerStatus.RUNNING
@@ -146,12 +147,12 @@ class RunRecording:
 
     @property
     def _is_chosen(self) -> bool:
-        """Whether the step that runs is to be recorded."""
+        """True if the step that runs is to be recorded."""
         return self._options is not None and self._num_steps - 1 in self._options.steps
 
     @property
     def _may_be_logged(self) -> bool:
-        """Whether loggers get something of the step that runs, if the optimizer steps in it; the same on every rank."""
+        """True if loggers get something of the step that runs, if the optimizer steps in it; the same on every rank."""
         every: int = self._trainer.log_every_n_steps
         return every > 0 and (self._logged_step + 1) % every == 0
 

@@ -1,4 +1,4 @@
-"""What ``balance="auto"`` chooses from: whatever the user leaves open."""
+"""Search space of ``balance="auto"``: all options that the user leaves open."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def search_space(
     device_speeds: Sequence[float],
     optimizer_bytes_per_byte: float,
 ) -> Search:
-    """What there is to choose from.
+    """Returns the options to choose from.
 
     Args:
         module: The LightningModule.

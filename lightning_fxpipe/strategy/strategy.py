@@ -52,7 +52,7 @@ from lightning_fxpipe.strategy.support import (
 from lightning_fxpipe.user_code.step import Step, StepKind
 
 
-class PipelineStrategy(ConfiguredStrategy):
+class PipelineStrategy(ConfiguredStrategy):  # noqa: D101
     __doc__ = ConfiguredStrategy.__doc__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStrategy:
@@ -225,7 +225,7 @@ class PipelineStrategy(ConfiguredStrategy):
                 self._session.begin_with(step_of_run(trainer), planned)
 
     def _is_in_stages(self) -> bool:
-        """Whether the module is in stages since a run before this one."""
+        """Returns True if the module is in stages since a run before this one."""
         return self._session is not None and self._session.module is self.module and self._session.is_split
 
     @override
@@ -356,5 +356,5 @@ class PipelineStrategy(ConfiguredStrategy):
             return run(step_of_call(self.module, kind, args[1:], kwargs, seed=seed, precision=precision), args[0])
 
 
-class FxPipeStrategy(PipelineStrategy, ParallelStrategy):
+class FxPipeStrategy(PipelineStrategy, ParallelStrategy):  # noqa: D101
     __doc__ = PipelineStrategy.__doc__

@@ -1,4 +1,4 @@
-"""What a pipeline cannot honour yet is refused here, before the first step, with the reason and the way out."""
+"""Refusals, before the first step, of features that a pipeline cannot honour yet, with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def placement_for(
 
 def _stages_on_each(num_stages: int, num_devices: int, schedule: Schedule, wanted: int | Literal["auto"]) -> int:
     """How many of a number of stages are on one device: as many as it takes for all devices to be one pipeline, unless the user
-    or the schedule says otherwise."""
+    or the schedule says otherwise.
+    """
     if wanted != "auto":
         return wanted
     of_one_pipeline = max(1, num_stages // num_devices)
@@ -150,7 +151,8 @@ def check_sampler(loader: Any, replicas: Replicas) -> None:
 
 def seeded_alike(loader: Any, replicas: Replicas) -> Any:
     """The loader, whose workers draw the same numbers on every rank of a pipeline, where Lightning would seed them by the
-    global rank."""
+    global rank.
+    """
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", loader) is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=replicas.index)
     return loader

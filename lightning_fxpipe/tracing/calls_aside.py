@@ -18,7 +18,7 @@ from lightning_fxpipe.tracing.signals import RecordError
 
 
 class CallsAside:
-    """Those of one recorded run of a step."""
+    """Calls of one recorded run of a step that are no part of the region."""
 
     def __init__(self) -> None:
         self._memory: set[int] = set()  # that they have changed or made
@@ -32,7 +32,7 @@ class CallsAside:
         written: Collection[int],
         result: object,
     ) -> bool:
-        """Whether a call is such a one, which the step has just made.
+        """Returns True if a call is such a one, which the step has just made.
 
         Args:
             nodes: Those that have recorded it.

@@ -43,7 +43,7 @@ class CodeKey:
         return ".".join((self.module, *self.names))
 
     def value(self, root: nn.Module) -> Any:
-        """What it is now; None where there is none."""
+        """Returns the present value; None if there is none."""
         return getattr(self.owner(), self.names[-1], None)
 
     def owner(self) -> Any:
@@ -64,7 +64,7 @@ class RunKey:
         return f"trainer.{self.name}"
 
     def value(self, root: nn.Module) -> Any:
-        """What it is now."""
+        """Returns the present value."""
         trainer: Any = vars(root).get("_trainer")
         if trainer is None:
             return None

@@ -70,7 +70,7 @@ def regions(
     fallback: IsRegion = trains,
     needs_model: bool = True,
 ) -> Iterator[Recordable]:
-    """What of a step may be pipelined: the best first, and then smaller regions, for where that cannot be recorded or cut.
+    """Yields the regions of a step that may be pipelined: the best first, then smaller ones in case that cannot be cut.
 
     The best is the only call that uses parameters, or the span of several. Where the step cannot run on fake tensors far enough
     to tell, the first call of a module that ``fallback`` accepts is taken, and later ones run on the last stage.
@@ -187,7 +187,7 @@ def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Lea
 
 
 def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery) -> set[tuple[str, str]]:
-    """Of the tensors that the step has left on modules those that a second run does not set again, by path and attribute."""
+    """Selects the tensors left on modules, by path and attribute, that a second run of the step does not set again."""
     if not (left := {(path, attribute) for call in discovery.calls for path, attribute, _ in call.sides}):
         return left
     before, first = {path: OwnAttributes(module) for path, module in root.named_modules()}, Snapshot({"self": root})
@@ -325,7 +325,8 @@ class _Discovery(SpanRecorder):
 
     def _check_gradient(self, outputs: Any, inputs: Any = None, **options: Any) -> None:
         """Raises :class:`InputGradient` where a step differentiates the model by what it is called with, :class:`OwnGradient`
-        where it goes through calls that use parameters for other gradients."""
+        where it goes through calls that use parameters for other gradients.
+        """
         tensors, ends = Template.of(outputs).tensors, Template.of(inputs).tensors
         made = {tensor.grad_fn for key, tensor in self.tensors.items() if key.call in self.users} - {None}
         keys = [self.key_of(tensor) for tensor in ends if not isinstance(tensor, nn.Parameter)]
@@ -417,7 +418,7 @@ class _Discovery(SpanRecorder):
             raise HiddenTensor("it uses a tensor that was computed inside a call and not returned by it")
 
     def leaves_something_behind(self) -> bool:
-        """Whether a call that uses parameters leaves more than its result, and than what is set once and for all."""
+        """Returns True if a call that uses parameters leaves more than its result, and than what is set once and for all."""
         left = {(path, attribute) for call in self.calls if call.number in self.users for path, attribute, _ in call.sides}
         return not left <= self.caches
 
@@ -440,8 +441,7 @@ class _Discovery(SpanRecorder):
         return [key for key in map(self.key_of, tensors) if key is not None]
 
     def _used_after(self, number: int) -> set[TensorKey] | None:
-        """What code after a call uses. Where it may do something else for another batch, also what it could use then; None
-        where that is not known, because the step did not go on."""
+        """Returns the tensors that code after a call uses, or could use for another batch; None if the step did not go on."""
         used = {key for other, key in self._uses if other > number}
         if self._end is not None:
             return None

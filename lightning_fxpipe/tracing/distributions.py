@@ -20,7 +20,8 @@ from lightning_fxpipe._compat.torch import patched_attributes, standard_normals
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
     """Distributions that are made in the block check no arguments, whatever their ``validate_args`` says, and normal ones draw
-    by ``torch.randn``."""
+    by ``torch.randn``.
+    """
     original = Distribution.__init__
 
     def init(self: Distribution, batch_shape: Any = (), event_shape: Any = (), validate_args: bool | None = None) -> None:
@@ -31,5 +32,5 @@ def unvalidated_distributions() -> Iterator[None]:
 
 
 def _randn(shape: Any, dtype: Any, device: Any) -> Tensor:
-    """The same numbers, made by a call that can be drawn for the whole batch."""
+    """Returns numbers of the same distribution, made by a call that can be drawn for the whole batch."""
     return torch.randn(shape, dtype=dtype, device=device)

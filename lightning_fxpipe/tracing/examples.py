@@ -28,7 +28,7 @@ class NoExample(Exception):
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers."""
+    """Returns True if a call draws random numbers."""
     name = getattr(node.target, "__name__", str(node.target)).lower()
     return any(word in name for word in _DRAWS)
 
@@ -162,7 +162,7 @@ def filled_argument(value: Any, values: Mapping[fx.Node, Any], number: Callable[
 
 
 def call_function_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What a node's function or method gives for other arguments."""
+    """Returns the result of a node's function or method for other arguments."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

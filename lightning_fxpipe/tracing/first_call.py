@@ -1,4 +1,4 @@
-"""What a model sets on its first call once and for all: a table of positions, a mask, a flag, hooks on its submodules.
+"""State that a model sets once, on its first call: a table of positions, a mask, a flag, hooks on its submodules.
 
     if self.pe is None:
         self.pe = make_table(x.shape[1])
@@ -33,7 +33,7 @@ _SHARED = ("mro", "code", "globals", "class", "global", "function")
 
 
 class NotConstant(Exception):
-    """What a model sets follows from more than constants."""
+    """A model's first call sets a value that follows from more than constants."""
 
 
 class FirstCalls:
@@ -117,7 +117,7 @@ def settle_changes(
 
 
 def _is_relevant(path: Path, changed: Collection[str], known: Collection[tuple[str, Any]], *, shares: bool) -> bool:
-    """Whether a difference is the work of opened modules."""
+    """Returns True if a difference is the work of opened modules."""
     if path[0] != "self" or any(kind in _SHARED for kind, _ in path[1:]):
         return shares
     module, inside = _in_module(path)

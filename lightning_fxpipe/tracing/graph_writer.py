@@ -146,7 +146,7 @@ class GraphWriter:
         return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the graph has a tensor: as an input, or made by a call."""
+        """Returns True if the graph has a tensor: as an input, or made by a call."""
         return id(tensor) in self._nodes
 
     def has_from_code(self, tensor: Tensor) -> bool:
@@ -158,7 +158,8 @@ class GraphWriter:
 
     def recorded_by(self, tensor: Tensor) -> str | None:
         """The path of the opened module, with the region's for its own, whose call has made a tensor; None for others, and for
-        those of modules, which a call may have changed."""
+        those of modules, which a call may have changed.
+        """
         node = None if id(tensor) in self._tensor_fqns else self._nodes.get(id(tensor))
         return None if node is None or node.op in ("placeholder", "get_attr") else str(node.meta.get("module_path", ""))
 

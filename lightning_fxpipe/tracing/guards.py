@@ -54,7 +54,7 @@ class OtherKey(Protocol):
     """Something that is no attribute of a module."""
 
     def value(self, root: nn.Module) -> Any:
-        """What it is now."""
+        """Returns the present value."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any], varying: Vary
 
 
 def name_of_guard(key: GuardKey) -> str:
-    """As code would write it."""
+    """Returns the expression that reads a guarded value."""
     if not isinstance(key, tuple):
         return str(key)
     path, name = key

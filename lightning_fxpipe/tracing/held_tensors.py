@@ -54,7 +54,7 @@ class HeldTensors:
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
-        """Those without an FQN, by name, as the stages have them."""
+        """Tensors without an FQN, by name, as the stages have them."""
         return {name: tensor for name, tensor in self._now.items() if name.startswith(CONSTANT_PREFIX)}
 
     def add_stage(self, module: fx.GraphModule, names: Mapping[str, str]) -> None:
@@ -62,7 +62,7 @@ class HeldTensors:
         self._stages[module] = {target: name for target, name in names.items() if name in self._now}
 
     def have_changed(self) -> bool:
-        """Whether another tensor is where one of these was."""
+        """Returns True if another tensor is where one of these was."""
         return any(found is not self._now[name] for name, found in self._find().items())
 
     def versions(self) -> dict[str, int]:
@@ -74,11 +74,13 @@ class HeldTensors:
         return self.take({name: found for name, found in self._find().items() if found is not self._now[name]})
 
     def has(self, name: str, tensor: Any) -> bool:
-        """Whether the stages have this tensor under a name; for a parameter, whether it is the one with this FQN."""
+        """Returns True if the stages have this tensor under a name; for a parameter, whether it is the one with this FQN."""
         return tensor is (self._now[name] if name in self._now else attribute(self._root, name))
 
     def is_known(self, name: str) -> bool:
-        """Whether a stage has, or could have, a tensor of this name; a call that is no part of the graph may have others."""
+        """Returns True if a stage has, or could have, a tensor of this name; a call that is no part of the graph may have
+        others.
+        """
         return name in self._now or not name.startswith(CONSTANT_PREFIX)
 
     def take_where_other(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -86,7 +88,7 @@ class HeldTensors:
         return self.take({name: tensor for name, tensor in tensors.items() if not self.has(name, tensor)})
 
     def are_unseen(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether one is not there already, and :meth:`have_changed` would not tell: it is made anew each time."""
+        """Returns True if one is not there already, and :meth:`have_changed` would not tell: it is made anew each time."""
         return any(n.startswith(CONSTANT_PREFIX) and n not in self._places and not self.has(n, t) for n, t in tensors.items())
 
     def take(self, others: Mapping[str, Any]) -> bool:

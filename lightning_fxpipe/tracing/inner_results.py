@@ -1,5 +1,5 @@
-"""What leaves a whole module by another way than its result: models of transformers collect router logits and attention
-weights with hooks on modules deep inside, and use them in the loss at the top.
+"""Tensors that leave a whole module by another way than its result: models of transformers collect router logits and
+attention weights with hooks on modules deep inside, and use them in the loss at the top.
 
 The recorder sees the calls inside a whole module, though it records none of them. If a tensor turns out to be the result of
 one of them, the trace starts again with the whole module returning it, too.
@@ -78,7 +78,7 @@ class InnerCalls:
             self._is_made_up = before
 
     def try_call(self, call: Callable[[], Any], probe: Probe) -> Any:
-        """What a call returns; where it looks at values, ``probe`` makes it on made-up data."""
+        """Returns the result of a call; if the call reads values, ``probe`` makes it on made-up data."""
         try:
             return call()
         except Exception as error:

@@ -72,7 +72,7 @@ def check_may_differentiate() -> None:
 
 
 def functions_before(tensors: Iterable[Tensor], up_to: Iterable[Tensor] = ()) -> Iterator[Any]:
-    """What autograd runs backward for the tensors, up to what has made the others."""
+    """Yields the functions that autograd runs backward for the tensors, up to those that have made the others."""
     seen: set[Any] = {tensor.grad_fn for tensor in up_to}
     waiting: list[Any] = list({tensor.grad_fn for tensor in tensors} - seen - {None})
     seen |= set(waiting)
@@ -85,7 +85,7 @@ def functions_before(tensors: Iterable[Tensor], up_to: Iterable[Tensor] = ()) ->
 
 
 def depends_on_parameters(tensors: Iterable[Tensor], root: nn.Module) -> bool:
-    """Whether autograd would give a parameter of the module a gradient from the tensors."""
+    """Returns True if autograd would give a parameter of the module a gradient from the tensors."""
     tensors = list(tensors)
     leaves = {*map(id, tensors), *(id(getattr(function, "variable", None)) for function in functions_before(tensors))}
     return any(id(parameter) in leaves for parameter in root.parameters())

@@ -210,7 +210,7 @@ class KeptState:
 
 
 class _Contents:
-    """What is in an object, to see whether it changes."""
+    """Contents of an object, to detect changes."""
 
     def __init__(self, value: Any) -> None:
         self._taken: list[tuple[Any, Any, Any]] = []

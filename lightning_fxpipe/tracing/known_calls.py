@@ -122,7 +122,8 @@ class Question:
 @dataclass
 class _Watch:
     """Watches a call while it is made: the modules that it calls, whether it draws what could be drawn ahead, and whether it
-    sets an attribute, be it to the same."""
+    sets an attribute, be it to the same.
+    """
 
     called: list[nn.Module] = field(default_factory=list)
     draws: bool = False

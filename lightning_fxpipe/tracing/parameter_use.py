@@ -1,4 +1,4 @@
-"""What a step may not do with the model's parameters by itself: change them, or look at their gradients.
+"""Uses of the model's parameters that a step must not make by itself: to change them, or to read their gradients.
 
 A rank has one stage's parameters, and the step runs beyond the model's call on the last stage only. A step that clamps weights
 or moves a teacher would do so for some parameters, and with ``1f1b`` between two microbatches. Hooks see the whole model.
@@ -159,7 +159,7 @@ def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def is_in_place(func: Callable[..., Any]) -> bool:
-    """Whether a function of torch changes its first argument, as its name says."""
+    """Returns True if a function of torch changes its first argument, as its name says."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         # `__iadd__` and the like, which `__add__` is beside, but not `__invert__` or `__int__`.
@@ -174,8 +174,9 @@ def parameters_by_name(root: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def with_todays_memory(root: nn.Module, before: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """What :func:`parameters_by_name` has said, after a call of a module: its forward may give parameters other memory, as by
-    ``self.weight.data = torch.renorm(...)``, in a rank's stage as on one device."""
+    """Updates :func:`parameters_by_name` after a call of a module: its forward may give parameters other memory, as by
+    ``self.weight.data = torch.renorm(...)``, in a rank's stage as on one device.
+    """
     now = parameters_by_name(root)
     return {fqn: (identity, now.get(fqn, (0, memory))[1]) for fqn, (identity, memory) in before.items()}
 
@@ -250,7 +251,7 @@ def check_changes(root: nn.Module, storages: Iterable[int]) -> None:
 
 
 def _is_the_steps(fqn: str, parameter: Tensor) -> bool:
-    """Whether the step may change a parameter: a frozen one of the LightningModule itself, such as a running centre."""
+    """Returns True if the step may change a parameter: a frozen one of the LightningModule itself, such as a running centre."""
     return "." not in fqn and not parameter.requires_grad
 
 

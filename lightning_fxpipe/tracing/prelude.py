@@ -1,4 +1,4 @@
-"""What the model is called with, and what that depends on.
+"""Dependencies of the arguments that the model is called with.
 
 Shapes and constants of the model's arguments usually follow from those of the batch, so that a trace found for one batch
 serves all batches like it. The *prelude*, the step's code before the model's call, may bring in more: an attribute that a
@@ -38,7 +38,7 @@ from lightning_fxpipe.user_code.undo import Undone, undo_after
 
 @dataclass(frozen=True, kw_only=True)
 class PreludeFacts:
-    """What the model's arguments depend on, besides the batch's shapes and constants.
+    """Dependencies of the model's arguments, besides the batch's shapes and constants.
 
     Attributes:
         guards: Plain values that modules and the Trainer have.
@@ -219,7 +219,7 @@ _SELECTING = frozenset(
 
 
 def _selects(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the shape of a call's result depends on values."""
+    """Returns True if the shape of a call's result depends on values."""
     if func is Tensor.__getitem__:
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)

@@ -100,7 +100,7 @@ class Probe:
         return first.structure.fill(results)
 
     def result_for_any_numbers(self) -> Any:
-        """As :meth:`result`, where integers that are not known may be anything.
+        """Returns a result like :meth:`result`, with any values for integers that are unknown.
 
         Raises:
             ProbeFailed: No such result can be found, or its shapes follow from the integers.

@@ -246,7 +246,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         return result
 
     def _ask(self, path: str | None, module: nn.Module, args: Any, kwargs: Any) -> Question | None:
-        """What is known of a call of a module at ``path`` that leaves no nodes; None where it has to be made."""
+        """Returns the observations of a call of a module at ``path`` that leaves no nodes; None if it has to be made."""
         learned, whole = self._settings.learned, self._whole_path or path
         must_run = whole in learned.inner_results or whole in learned.probed_inside or self._in_place.reached_by(module)
         asked = None if path is None or must_run or self.shared_state.is_trying else self.known_calls.ask(module, args, kwargs)
@@ -275,7 +275,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 self.lessons.append(self._settings.learned.watch_state)
 
     def _may_leave_tensors(self) -> bool:
-        """Whether the opened module that runs may set tensors on itself: where somebody sets them in every run."""
+        """Returns True if the opened module that runs may set tensors on itself: where somebody sets them in every run."""
         return False
 
     def _record_whole_module(
@@ -482,7 +482,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     @property
     def is_recording(self) -> bool:
-        """Whether what runs now becomes part of the graph."""
+        """True if what runs now becomes part of the graph."""
         return not self.is_paused
 
     def _runs_step(self) -> bool:

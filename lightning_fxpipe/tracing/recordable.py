@@ -1,4 +1,4 @@
-"""What can be traced, and when two of them are alike: one call of a module here, several calls of a step in
+"""Calls that can be traced, and comparison of two of them: one call of a module here, several calls of a step in
 ``tracing.span``.
 """
 
@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Recordable(ABC):
-    """What can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step (``StepRegion`` of
-    ``tracing.span``).
+    """Part of a step that can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step
+    (``StepRegion`` of ``tracing.span``).
 
     Attributes:
         batch_size: Samples in the example.
@@ -60,7 +60,7 @@ class Recordable(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """What it is, for messages."""
+        """Name in messages."""
 
     @property
     def opened_path(self) -> str | None:
@@ -73,7 +73,7 @@ class Recordable(ABC):
 
     @abstractmethod
     def example(self) -> Any:
-        """What it gets, as a tree of tensors and constants."""
+        """Returns the arguments, as a tree of tensors and constants."""
 
     @abstractmethod
     def code(self, root: nn.Module) -> Any:
@@ -105,7 +105,7 @@ class Recordable(ABC):
         return tuple(range(num_results))
 
     def record_of(self, recorder: Any) -> StepRecord | None:
-        """What is needed to repeat the step's other calls: nothing, with a single one."""
+        """Returns the record from which the step's other calls are repeated: None, with a single one."""
         return None
 
 
@@ -180,7 +180,7 @@ class RegionCall(Recordable):
         return result
 
     def choose_results(self, num_results: int) -> tuple[int, ...]:
-        """Those that the step uses, where they are known."""
+        """Selects the results that the step uses, if they are known."""
         if self.wanted is None or len(self.wanted) != num_results:
             return super().choose_results(num_results)
         return tuple(index for index, is_wanted in enumerate(self.wanted) if is_wanted)
@@ -220,7 +220,8 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
 
 
 def taken_apart(call: Recordable, lasting: Mapping[int, Any]) -> Template:
-    """What the call gets, as tensors and the rest; ``lasting`` are, by ``id``, objects that modules keep between calls.
+    """Splits the call's arguments into tensors and the rest; ``lasting`` are, by ``id``, objects that modules keep between
+    calls.
 
     Raises:
         TraceError: An argument has tensors that cannot be exchanged.

@@ -1,4 +1,4 @@
-"""What a recorder is told of the module and the call."""
+"""Settings of a recorder: facts about the module and the call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_fxpipe.user_code.snapshot import Snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class RecorderSettings:
-    """What a recorder must know of the module.
+    """Facts about the module that a recorder needs.
 
     Attributes:
         modules: Each module once, by its path.

@@ -62,7 +62,8 @@ class PackedSequences:
         self._num_sequences: dict[int, tuple[Tensor, Any]] = {}  # with the tensor, which keeps its identity
 
     def result(self, function: Callable[..., Any], args: tuple[Any, ...], longest: Any) -> Any:
-        """What a function of torch gives that packs sequences or pads packed ones; None for another, or what is not known.
+        """Returns the result of a function of torch that packs sequences or pads packed ones; None for another function, or
+        for unknown ones.
 
         ``longest`` is the length of the longest sequence that is packed.
         """
@@ -73,7 +74,7 @@ class PackedSequences:
         return None
 
     def result_of_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> Any:
-        """What a recurrent layer gives for packed sequences that are known; None for other calls."""
+        """Returns the result of a recurrent layer for known packed sequences; None for other calls."""
         if not isinstance(layer, nn.RNNBase) or not args or not isinstance(args[0], PackedSequence):
             return None
         packed, states = args[0], args[1] if len(args) > 1 else None

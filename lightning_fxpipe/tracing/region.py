@@ -69,12 +69,12 @@ class StepCall:
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether a call of the module, made now, trains its parameters. A teacher called under ``no_grad`` does not."""
+    """Returns True if a call of the module, made now, trains its parameters. A teacher called under ``no_grad`` does not."""
     return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
 
 
 def holds_any(module: nn.Module) -> bool:
-    """Whether the module has parameters."""
+    """Returns True if the module has parameters."""
     return next(module.parameters(), None) is not None
 
 
@@ -234,7 +234,7 @@ class Leaving:
         return noting
 
     def has_ended_step(self) -> bool:
-        """Whether this rank's part of the step was over with the region; raises the error with which it failed."""
+        """Returns True if this rank's part of the step was over with the region; raises the error with which it failed."""
         if self.error is not None:
             raise self.error
         return self.has_exited

@@ -51,7 +51,7 @@ class Repeat:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the graph is that of such a batch, too."""
+        """True if the graph is that of such a batch, too."""
         return self._num_samples in (None, self._traced.batch_size) or (
             bool(self._traced.batch_symbols) and self._traced.admits(self._sizes)
         )
@@ -67,7 +67,9 @@ class Repeat:
         return torch.empty(self.shape(node), dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
 
     def call(self, node: fx.Node, values: Mapping[fx.Node, Any], call_module: CallModule) -> Any:
-        """What a node's call gives for ``values`` of its operands; ``call_module`` makes it where it is one of a module."""
+        """Returns the result of a node's call for ``values`` of its operands; ``call_module`` makes it if it is one of a
+        module.
+        """
         args, kwargs = filled_argument((node.args, node.kwargs), values, self._number)
         if node.op == "call_module":
             return call_module(self._traced.root.get_submodule(str(node.target)), args, kwargs)
@@ -85,7 +87,7 @@ class Repeat:
             yield
 
     def is_known(self, symbol: Any) -> bool:
-        """Whether a symbol follows from the inputs' sizes, and not from data."""
+        """Returns True if a symbol follows from the inputs' sizes, and not from data."""
         symbols: set[Any] = symbol.xreplace(self._traced.world.replacements()).free_symbols
         return symbols <= self._sizes.keys()
 
@@ -104,7 +106,7 @@ def example_sizes(traced: TracedRegion) -> dict[Any, int]:
 
 
 def has_known_size(value: Tensor) -> bool:
-    """Whether a tensor's size does not depend on data."""
+    """Returns True if a tensor's size does not depend on data."""
     try:
         tensor_bytes(value)
     except ValueError:
@@ -113,8 +115,9 @@ def has_known_size(value: Tensor) -> bool:
 
 
 def is_of_torch(node: fx.Node) -> bool:
-    """Whether a call is one of torch's own functions: elsewhere there may be a custom autograd function, or a user's own that
-    torch only hears of."""
+    """Returns True if a call is one of torch's own functions: elsewhere there may be a custom autograd function, or a user's
+    own that torch only hears of.
+    """
     home = getattr(node.target, "__module__", None) or "torch"
     return node.op == "call_method" or home.split(".")[0] in ("torch", "_operator", "builtins")
 

@@ -1,4 +1,4 @@
-"""What ends a recording, or the run of a batch, before its time."""
+"""Exceptions that end a recording, or the run of a batch, before its time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StepFailed(CannotFollow):
 
 @dataclass
 class Learned:
-    """What earlier recordings of the same call have shown.
+    """Knowledge from earlier recordings of the same call.
 
     Attributes:
         kept_whole: Modules whose Python cannot be recorded, with the reason.

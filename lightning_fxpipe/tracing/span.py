@@ -148,7 +148,7 @@ class SpanRecorder(Recorder):
 
     @property
     def is_recording(self) -> bool:
-        """Whether what runs now becomes part of the graph: after the first call of the span has begun."""
+        """True if what runs now becomes part of the graph: after the first call of the span has begun."""
         return not self.is_paused and self._count > self._span.first
 
     def _runs_step(self) -> bool:
@@ -156,7 +156,7 @@ class SpanRecorder(Recorder):
 
     @property
     def _is_nested(self) -> bool:
-        """Whether a call is made by a module, or by us."""
+        """True if a call is made by a module, or by us."""
         return self.is_paused or len(self._module_stack) > 1
 
     def _number(
@@ -223,7 +223,7 @@ class SpanRecorder(Recorder):
         return result
 
     def has_begun(self, number: int) -> bool:
-        """Whether a call comes after the first that uses parameters."""
+        """Returns True if a call comes after the first that uses parameters."""
         return number > self._span.first
 
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:

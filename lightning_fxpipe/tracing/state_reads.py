@@ -47,7 +47,8 @@ class _Inside:
 @dataclass(frozen=True)
 class _Read:
     """A tensor that is used where no argument has brought it: who has made it, by whom it is used, and where; and which modules
-    must be open for the graph to have it."""
+    must be open for the graph to have it.
+    """
 
     maker: str
     reader: str
@@ -138,7 +139,7 @@ class StateReads:
         return is_known or self._maker(tensor) is not None
 
     def is_made_inside(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made in a whole module, of inputs or weights."""
+        """Returns True if a tensor was made in a whole module, of inputs or weights."""
         return self._made.maker(tensor) is not None
 
     def _maker(self, tensor: Tensor) -> str | None:

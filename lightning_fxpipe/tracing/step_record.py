@@ -23,7 +23,7 @@ class TensorKey:
 
     @property
     def is_held(self) -> bool:
-        """Whether no call of the step has made it: it is a parameter, buffer or constant."""
+        """True if no call of the step has made it: it is a parameter, buffer or constant."""
         return self.call < 0 and bool(self.name)
 
 

@@ -49,7 +49,7 @@ class StructureKey:
         return "its submodules, hooks or a forward"
 
     def value(self, root: nn.Module) -> Any:
-        """What they are now, in numbers."""
+        """Returns the present values, in numbers."""
         found: list[int] = []
         for path in self.opened:
             module = submodule_at(root, path)
@@ -89,7 +89,7 @@ class InPlaceOf:
 
 
 def _forward_of(module: Any) -> Any:
-    """What a module's forward is: what was set on the module, or what its class has, which may make a new one for each look."""
+    """Returns a module's forward: the one set on the module, or its class's, which may make a new one for each read."""
     if module is None:
         return None
     own = vars(module).get("forward")

@@ -1,4 +1,4 @@
-"""What the recorder must know of a torch call: whether it makes a node, what it changes in place, under which modes it runs."""
+"""Properties of a torch call that the recorder needs: if it makes a node, the tensors that it changes in place, its modes."""
 
 from __future__ import annotations
 
@@ -156,14 +156,14 @@ def call_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def is_query(func: Callable[..., Any]) -> bool:
-    """Whether a torch function only asks about a tensor; it leaves no node and has no number in a step."""
+    """Returns True if a torch function only asks about a tensor; it leaves no node and has no number in a step."""
     if getattr(func, "__name__", "") == "__get__":
         return func.__self__.__name__ in _QUERY_ATTRIBUTES  # type: ignore[attr-defined]
     return func in _QUERIES
 
 
 def target_of(func: Callable[..., Any]) -> tuple[str, Any, tuple[Any, ...]]:
-    """fx operation, target and extra arguments of a torch function."""
+    """Fx operation, target and extra arguments of a torch function."""
     name = getattr(func, "__name__", None)
     if name == "__get__":
         return "call_function", getattr, (func.__self__.__name__,)  # type: ignore[attr-defined]

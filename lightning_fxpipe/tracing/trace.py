@@ -165,7 +165,7 @@ class TracedRegion:
         return template.tensors if template.structure == self.signature.structure else None
 
     def result(self, outputs: Sequence[Any], sizes: Mapping[Any, int] | None = None) -> Any:
-        """What the module returns, of the type that it returns, from the graph's outputs and the values of the symbols."""
+        """Returns the module's result, of its own type, from the graph's outputs and the values of the symbols."""
         made = dict(zip(self.wanted, outputs, strict=True))
         values = [
             made[index] if index in made else Unsent.with_name(f"Tensor {index} in the result of {self.signature.label}")
@@ -217,7 +217,9 @@ class TracedRegion:
         )
 
     def sees_the_same(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the code would see the same values where it has looked at them, for inputs that :meth:`computes` accepts."""
+        """Returns True if the code would see the same values where it has looked at them, for inputs that :meth:`computes`
+        accepts.
+        """
         if not self.looks:
             return True
         sizes = self.bind_sizes(tuple(tuple(tensor.shape) for tensor in inputs))
@@ -225,7 +227,7 @@ class TracedRegion:
         return sizes is not None and looks_hold(self.looks, named, self.values(sizes), self.held.constants)
 
     def computes(self, call: Recordable) -> bool:
-        """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
+        """Returns True if the graph computes this call, as long as the modules' plain attributes are those of the trace."""
         signature, shapes = sign(self.root, call)
         return signature == self.signature and self.bind_sizes(shapes) is not None
 

@@ -112,7 +112,7 @@ def _named_leaves(call: Recordable) -> Iterator[tuple[str, Any]]:
 
 
 def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) -> dict[str, str]:
-    """What differs between two traces, each with a sentence about it."""
+    """Describes the differences between two traces, each with a sentence."""
     found: dict[str, str] = {}
     for field in fields(Signature):
         if field.name in _OTHER and getattr(before.signature, field.name) != getattr(made.signature, field.name):

@@ -49,7 +49,7 @@ class Looks:
         return function is Tensor.__bool__ and len(self.all) < MAX_BRANCHES
 
     def answer(self, function: Callable[..., Any], node: fx.Node, examples: Examples) -> Any:
-        """What ``function`` gives for the value of a node.
+        """Returns the result of ``function`` for the value of a node.
 
         Raises:
             NoExample: The value does not follow from the inputs.
@@ -66,7 +66,7 @@ class Looks:
 def looks_hold(
     looks: Sequence[Look], inputs: Mapping[str, Tensor], sizes: Mapping[Any, int | float], constants: Mapping[str, Tensor]
 ) -> bool:
-    """Whether code would see the same for other inputs.
+    """Returns True if code would see the same for other inputs.
 
     Args:
         looks: What it has looked at.

@@ -23,7 +23,7 @@ _CHANGING_METHODS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What an instruction does, in words that hold for all versions of Python.
+    """An instruction, in terms that hold for all versions of Python.
 
     Attributes:
         name: Name of the instruction in Python 3.11; ``LOAD_FAST`` for each read of a local variable, ``LOAD_ATTR`` for methods
@@ -38,7 +38,7 @@ class Operation:
 
 
 def operations(code: CodeType) -> Iterator[Operation]:
-    """What a function's code does, in order. Python 3.11-3.13.
+    """Yields the operations of a function's code, in order. Python 3.11-3.13.
 
     Python 3.13 has instructions for two local variables (``LOAD_FAST_LOAD_FAST``, ``STORE_FAST_LOAD_FAST``), which are two
     operations here; later ones also read a variable in other ways (``LOAD_FAST_BORROW``).

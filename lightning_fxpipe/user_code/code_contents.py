@@ -1,4 +1,4 @@
-"""What classes, functions, caches and the global variables of modules hold; as ``user_code.contents`` for other
+"""Contents of classes, functions, caches and the global variables of modules; ``user_code.contents`` has those of other
 objects.
 """
 

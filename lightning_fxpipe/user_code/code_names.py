@@ -29,14 +29,14 @@ def function_of(value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def is_followed(module: str) -> bool:
-    """Whether objects of a module, by its name, are those of user code or of a library of models."""
+    """Returns True if objects of a module, by its name, are those of user code or of a library of models."""
     top = module.partition(".")[0]
     return bool(top) and top not in _OTHERS_OWN and top not in _PYTHONS_OWN
 
 
 @lru_cache(maxsize=1024)
 def is_own_code(module: str) -> bool:
-    """Whether the code of a module is the user's own, and not that of an installed library."""
+    """Returns True if the code of a module is the user's own, and not that of an installed library."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return is_followed(module) and not {"site-packages", "dist-packages"} & {*Path(file).parts}
 

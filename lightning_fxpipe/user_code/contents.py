@@ -1,4 +1,4 @@
-"""What is in an object that user code may change: how it is taken out, compared and put back, by the object's type.
+"""Contents of objects that user code may change: how they are taken out, compared and put back, by the object's type.
 
 Lists, dicts, sets and deques and their subclasses, tuples (for what is in them), arrays, random generators, modules, instances
 of classes of user code (``__dict__`` and ``__slots__``), those classes themselves, functions with their closures and default
@@ -70,7 +70,7 @@ class Kind:
         return self.set is not _set_nothing
 
     def is_still(self, owner: Any, contents: Any) -> bool:
-        """Whether an object still has such contents."""
+        """Returns True if an object still has such contents."""
         now = (self.peek or self.take)(owner)
         return now is not ABSENT and self.is_same(now, contents)
 
@@ -114,7 +114,7 @@ def _same_sequence(one: Any, other: Any) -> bool:
 
 
 def same_mapping(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """Whether two mappings have the same objects, in the same order."""
+    """Returns True if two mappings have the same objects, in the same order."""
     if not one and not other:
         return True
     if len(one) != len(other) or not all(map(is_, one.values(), other.values())):
@@ -157,7 +157,7 @@ def _if_small(take: Callable[[Any], Any], size: Callable[[Any], int] = len, limi
 
 
 def no_entries(contents: Any) -> tuple[()]:
-    """Of what holds no other objects."""
+    """Returns the entries of an object that holds no other objects."""
     return ()
 
 

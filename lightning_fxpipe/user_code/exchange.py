@@ -97,8 +97,9 @@ class OwnAttributes:
 def with_assigned_tensors(
     values: set[tuple[str, str]], call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[tuple[str, str], Tensor]]:
-    """What a call returns, and the tensors that it sets on the module and those inside it, by relative path and attribute; what
-    else it sets there is added to ``values``."""
+    """Returns the result of a call, and the tensors that it sets on the module and those inside it, by relative path and
+    attribute; other values that it sets there are added to ``values``.
+    """
     before = {path: OwnAttributes(child) for path, child in modules_inside(module).items()}
     result = call(module, *args, **kwargs)
     values.update((path, name) for path, own in before.items() for name in own.changed_values())

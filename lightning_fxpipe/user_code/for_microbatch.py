@@ -33,5 +33,5 @@ def for_microbatch() -> Iterator[None]:
 
 
 def is_for_microbatch() -> bool:
-    """Whether user code runs so now."""
+    """Returns True if user code runs so now."""
     return _is_for_microbatch.get()

@@ -1,4 +1,6 @@
-"""Where in the user's code something happened: neither torch's frames nor this package's help a reader of a message."""
+"""Lines of the user's code at which something happened: frames of torch or of this package do not help a reader of a
+message.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,14 @@ def framework_calls() -> tuple[str, ...]:
 
 
 def is_machinery(module_name: str) -> bool:
-    """Whether a module is torch's or this package's."""
+    """Returns True if a module is torch's or this package's."""
     return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
 
 
 def is_framework(module_name: str) -> bool:
-    """Whether a module's frames say nothing to a user: machinery, Lightning's loops, and what has started the program."""
+    """Returns True if a module's frames say nothing to a user: machinery, Lightning's loops, and what has started the
+    program.
+    """
     return is_machinery(module_name) or (
         module_name.split(".")[0] in _FRAMEWORKS and ".demos" not in module_name  # whose modules are models
     )

@@ -46,7 +46,9 @@ _BUILTIN_TYPES: frozenset[type] = frozenset(
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether an object is an iterator of Python's or of torch's loader; one of a user's own class is an object like others."""
+    """Returns True if an object is an iterator of Python's or of torch's loader; one of a user's own class is an object like
+    others.
+    """
     cls: Any = type(value)
     return cls in _BUILTIN_TYPES or (cls.__module__ == DataLoader.__module__ and hasattr(cls, "__next__"))
 
@@ -127,7 +129,9 @@ class Rewindable(Iterator[Any]):
         return itertools.chain, ([item for item, *_ in self._kept][self.position - self._first :], self._inner)
 
     def mark(self, undoing: Undoing | None = None) -> Mark:
-        """Where it is. Items from there on are kept as long as it is held; ``undoing`` passes over what making them does."""
+        """Marks the present position. Items from there on are kept as long as the mark is; ``undoing`` ignores effects of
+        making them.
+        """
         mark = Mark(self.position, undoing)
         self._marks.add(mark)
         return mark
@@ -231,7 +235,7 @@ class StepIterators:
 
 
 def _are_alike(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
-    """Whether two loaders may be made by the same code, if they are not one."""
+    """Returns True if two loaders may be made by the same code, if they are not one."""
     kinds = [(type(each), type(each.dataset), type(each.sampler), each.batch_size) for each in (one, other)]
     return one is other or kinds[0] == kinds[1]
 

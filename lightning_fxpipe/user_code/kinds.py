@@ -49,7 +49,9 @@ def kinds_of_class(cls: type) -> tuple[Kind, ...]:
 
 
 def is_users(cls: type) -> bool:
-    """Whether a class is one of user code or of a library of models, and no part of torch, Lightning or Python itself."""
+    """Returns True if a class is one of user code or of a library of models, and no part of torch, Lightning or Python
+    itself.
+    """
     if cls in _PLAIN_HOLDERS:
         return True
     if not is_followed(str(cls.__module__)) or issubclass(cls, BaseException):

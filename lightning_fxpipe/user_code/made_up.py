@@ -19,7 +19,7 @@ class MadeUp(float):
     As a number it is one. Looked up by a tensor of indices, as in a table of noise levels, it gives a tensor of ones.
     """
 
-    def __new__(cls) -> MadeUp:
+    def __new__(cls) -> MadeUp:  # noqa: D102
         return super().__new__(cls, 1.0)
 
     def __getattr__(self, name: str) -> Any:
@@ -31,7 +31,7 @@ class MadeUp(float):
         """Nothing is kept."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What it returns as a function or method; ``gather`` and the like look up by a tensor."""
+        """Returns the result of a call as a function or method; ``gather`` and the like look up by a tensor."""
         return self._looked_up(next((arg for arg in args if isinstance(arg, Tensor)), None))
 
     def __getitem__(self, key: Any) -> Any:

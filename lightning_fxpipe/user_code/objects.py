@@ -31,12 +31,12 @@ _MOVES = frozenset((Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.cl
 
 
 def is_value(value: Any) -> bool:
-    """Whether an argument has nothing in it that a module could change, or fail to look at."""
+    """Returns True if an argument has nothing in it that a module could change, or fail to look at."""
     return value is None or isinstance(value, (Tensor, *PLAIN_TYPES, *SYMBOLIC_TYPES, torch.Size))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an argument can be part of a graph as it is."""
+    """Returns True if an argument can be part of a graph as it is."""
     if isinstance(value, (tuple, list)):
         return all(map(is_plain, value))
     if type(value) in (dict, OrderedDict):
@@ -77,7 +77,6 @@ class Unsent(Tensor):
 
 def refill(structure: Structure, sent: Sequence[int]) -> Callable[..., Any]:
     """A function that makes a new object from the tensors at ``sent`` and the sizes; the others' places get stand-ins."""
-
     missing = sorted(set(range(structure.num_tensors)) - set(sent))
     stand_ins: dict[int, Unsent] = {}  # nobody can change one, so the same do for every call
 

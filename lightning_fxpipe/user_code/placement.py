@@ -1,4 +1,4 @@
-"""Where the tensors of a module are once Lightning has moved it to its device, for code that runs before it has.
+"""Devices that the tensors of a module will have once Lightning has moved it, for code that runs before that.
 
 The plan is made while the module is whole and still on the CPU: on its device there may be no room for it. The batch is already
 there, and the step's code runs as if the module were, too: parameters, buffers and what else ``module.to(device)`` moves lie on
@@ -23,12 +23,13 @@ _CPU = torch.device("cpu")
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
     """The device that code with these tensors runs on: that of the first that is not on the CPU, where some, such as lengths
-    of sequences, may stay."""
+    of sequences, may stay.
+    """
     return next((tensor.device for tensor in tensors if tensor.device != _CPU), _CPU)
 
 
 class Placement:
-    """Where each tensor of a module is once it has been moved.
+    """Device of each tensor of a module after the move.
 
     Args:
         root: The module.
@@ -45,11 +46,11 @@ class Placement:
         self._moved = {id(tensor): tensor for tensor in (*own, *(tensors_moved_along(root) if is_elsewhere else ()))}
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Where a tensor is then."""
+        """Returns the device of a tensor after the move."""
         return self.device if tensor.is_meta or id(tensor) in self._moved else tensor.device
 
     def moves(self, tensor: Tensor) -> bool:
-        """Whether a tensor with data is not there yet."""
+        """Returns True if a tensor with data is not there yet."""
         return id(tensor) in self._moved and not tensor.is_meta and tensor.device != self.device
 
     @contextmanager

@@ -79,7 +79,7 @@ class _Silenced:
 
     @property
     def is_of_this_thread(self) -> bool:
-        """Whether the thread that asks is silenced."""
+        """True if the thread that asks is silenced."""
         return threading.get_ident() == self._thread
 
     def write(self, text: str) -> int:

@@ -259,7 +259,7 @@ class Snapshot:
         return any(record.kind is ITERATOR and record.owner.position != record.contents for record in self._records)
 
     def place_of(self, tensor: Tensor) -> Path | None:
-        """Where a tensor was reached, which is neither a parameter nor a buffer; None where it was not."""
+        """Returns the path to a tensor that is neither a parameter nor a buffer; None if it was not reached."""
         places = ((*self._path(parent), key) for found, _, parent, key in self._tensors if found is tensor)
         return next(places, None)
 
@@ -300,7 +300,7 @@ class Snapshot:
         return id(value) in self._seen
 
     def path_of(self, value: Any) -> Path | None:
-        """Where an object was reached; None where it was not, or where it has changed and :meth:`differences` does not tell."""
+        """Returns the path to an object; None if it was not reached, or has changed and :meth:`differences` does not tell."""
         index = first = self._first.get(id(value), len(self._records))
         while index < len(self._records) and (record := self._records[index]).owner is value:
             if record.has_changed() and not self._is_reached(index):
@@ -403,7 +403,8 @@ class Snapshot:
 @contextmanager
 def passing_over(snapshots: Iterable[Snapshot]) -> Iterator[None]:
     """Makes changes of the block no difference to any of the snapshots: :meth:`Snapshot.restore` does not put them back, but
-    for entries of lists and the like in which something was different before."""
+    for entries of lists and the like in which something was different before.
+    """
     records: dict[tuple[int, int], list[_Record]] = {}
     for snapshot in snapshots:
         for record in snapshot.records():

@@ -21,7 +21,7 @@ class StepKind(Enum):
 
     @property
     def words(self) -> str:
-        """What it is called in a sentence."""
+        """Name in a sentence."""
         return self.value.replace("_", " ")
 
 
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def is_training(self) -> bool:
-        """Whether a backward pass follows."""
+        """True if a backward pass follows."""
         return self.kind is StepKind.TRAIN
 
 

@@ -1,4 +1,4 @@
-"""What a step's code says of itself before it runs: whether it may do something else for one batch than for another.
+"""Static analysis of a step's code: if it may do something else for one batch than for another.
 
 A step that logs an image with every hundredth batch uses a result of its model then, and not otherwise. Nothing but its code
 tells that while the first batch runs.
@@ -37,7 +37,7 @@ def code_of(function: Any) -> CodeType | None:
 
 
 def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackType | None = None) -> bool:
-    """Whether a step uses ``batch_idx`` or ``dataloader_idx``, up to where it was left, if it was."""
+    """Returns True if a step uses ``batch_idx`` or ``dataloader_idx``, up to where it was left, if it was."""
     code = code_of(function)
     if code is None:
         return False
@@ -53,7 +53,9 @@ def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackT
 
 
 def reads_run_state(root: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether a step, or a method that it calls, asks optimizers or schedulers, whose numbers change from batch to batch."""
+    """Returns True if a step, or a method that it calls, asks optimizers or schedulers, whose numbers change from batch to
+    batch.
+    """
     code = code_of(function)
     return code is not None and any(_RUN_STATE & {*current.co_names} for current in codes_called(type(root), code))
 
@@ -95,7 +97,7 @@ def assigned_anywhere(cls: type) -> frozenset[str]:
 
 
 def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether a step, or a method that it calls, uses the batch's index, the Trainer, or its counters."""
+    """Returns True if a step, or a method that it calls, uses the batch's index, the Trainer, or its counters."""
     code = code_of(function)
     if code is None or uses_arguments_after_batch(function):
         return True
