@@ -1,6 +1,6 @@
 """The errors a user can see.
 
-Every message has the same four parts, so that nobody has to read our code to act on it: what failed, where it failed, what
+Every message has the same four parts, so that a user can act on it without reading our code: what failed, where it failed, what
 was observed against what was expected, and what to do next.
 """
 

@@ -28,7 +28,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 
 class Unlike(Exception):
-    """A call is like no other: of something in it nobody knows whether it is the same."""
+    """A call cannot be compared: for a part of it equality is undefined."""
 
 
 @dataclass(frozen=True)

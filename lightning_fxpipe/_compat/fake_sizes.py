@@ -29,7 +29,7 @@ _num_replacements = attrgetter(
 class Sizes(ShapeEnv):
     """Does not note in whose code a symbol or guard comes about, and remembers what sums and products of symbols are.
 
-    Nobody asks for the code here. To find it, torch imports its compiler: 17 MiB, and 0.2 seconds of each process.
+    The code is not used here. To find it, torch imports its compiler: 17 MiB, and 0.2 seconds of each process.
     """
 
     def __init__(self) -> None:

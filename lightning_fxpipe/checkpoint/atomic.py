@@ -1,6 +1,6 @@
 """Files and folders that get their name when they are complete, and lose it all at once.
 
-What is written lies in a hidden folder beside its place until then, where nobody takes it for a checkpoint: Lightning finds
+What is written lies in a hidden folder beside its place until then, where it is not taken for a checkpoint: Lightning finds
 the last one by patterns (``last*.ckpt``, ``*hpc_ckpt_*``). A process may be killed between any two calls of the system: under
 the name is then the old one or the new one, whole. Two runs may save one name at the same time: each writes in a room of its
 own, and one of them is the last to give it the name.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 _HIDDEN, _OLD = ".unfinished", "old"
-# After which a room is nobody's where the file system has no locks.
+# After which a room counts as abandoned if the file system has no locks.
 _ROOM_SECONDS = 24 * 60 * 60.0
 _ATTEMPTS = 100
 
@@ -145,7 +145,7 @@ class _Room:
         _remove_abandoned(parent)
         for _ in range(_ATTEMPTS):
             self.folder = parent / _HIDDEN / secrets.token_hex(8)
-            # Another process may remove the hidden folder, as empty, or this one before it is locked, as nobody's.
+            # Another process may remove the hidden folder, as empty, or this one before it is locked, as abandoned.
             with contextlib.suppress(FileNotFoundError):
                 self.folder.mkdir(parents=True)
                 descriptor = os.open(self.folder, os.O_RDONLY)

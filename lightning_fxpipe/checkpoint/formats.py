@@ -2,7 +2,7 @@
 
 A *folder* is one of ``torch.distributed.checkpoint`` (``checkpoint.folders``). Every other format is read here into
 what a plain Trainer writes, ``{"state_dict": ..., "optimizer_states": [...], ...}``, with tensors that are mapped from the
-file: what nobody looks at is never read.
+file: unused parts are never read.
 """
 
 from __future__ import annotations

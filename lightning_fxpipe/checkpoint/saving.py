@@ -1,4 +1,4 @@
-"""Writing checkpoints: whole or not at all, by all ranks together, and in the background if wished.
+"""Writing checkpoints: whole or not at all, by all ranks together, and in the background on request.
 
 A checkpoint gets its name when every rank has written its part and all of it is on the disk (``atomic``). An error of
 one rank is raised on all. In the background, what is written is a copy, and the next save, a load and the end of the run wait
@@ -96,7 +96,7 @@ class Saver:
                 raise job.error
 
     def abandon(self, seconds: float) -> None:
-        """Gives what is being written some time after a failure; it may fail or be left unfinished, and nobody is told."""
+        """Gives what is being written some time after a failure; it may fail or be left unfinished, without an error."""
         jobs, self._jobs = self._jobs, []
         if jobs:
             jobs[-1].thread.join(seconds)  # which is over after all the others

@@ -53,7 +53,7 @@ class Construction(Recording):
         self._draws = draws
         self._pretending: set[int] = set()  # storages whose tensors say that they are not on the meta device
         self._registered: dict[int, tuple[Tensor, int]] = {}  # with their versions
-        self._changed: set[int] = set()  # tensors that somebody has changed between two recordings
+        self._changed: set[int] = set()  # tensors that have changed between two recordings
 
     @contextmanager
     def recording(self) -> Iterator[None]:

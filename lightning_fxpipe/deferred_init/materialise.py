@@ -73,7 +73,7 @@ class Materials:
         draws: False where a checkpoint comes.
 
     Raises:
-        UnsupportedError: Nobody knows the values of a tensor.
+        UnsupportedError: The values of a tensor are unknown.
     """
 
     def __init__(self, module: nn.Module, construction: Construction, *, draws: bool) -> None:
@@ -117,7 +117,7 @@ class Materials:
             draws: Whether the random generators go on as if the module had been initialised.
 
         Raises:
-            UnsupportedError: Nobody knows the values of a tensor.
+            UnsupportedError: The values of a tensor are unknown.
         """
         if not self._waits:
             return
@@ -216,14 +216,14 @@ def put_in_place(blank: nn.Parameter, value: Tensor) -> nn.Parameter:
     if type(blank) is not nn.Parameter:
         return made
     vars(made).update(vars(blank))
-    with suppress(RuntimeError):  # somebody else holds it, such as a weak reference
+    with suppress(RuntimeError):  # other code holds it, such as a weak reference
         torch.utils.swap_tensors(blank, made)  # type: ignore[no-untyped-call]
         return blank
     return made
 
 
 def check_is_whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises :class:`UnsupportedError` where parameters have lost their data, and nobody knows it."""
+    """Raises :class:`UnsupportedError` if parameters have lost their data, and it cannot be restored."""
     gone = [fqn for fqn, parameter in parameters if parameter.is_meta]
     if gone:
         raise UnsupportedError(

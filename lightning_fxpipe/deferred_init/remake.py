@@ -68,7 +68,7 @@ class Constant:
         return cls(kept, version_of(kept))
 
     def value(self) -> Tensor:
-        """The tensor; raises RuntimeError where somebody has changed it."""
+        """Returns the tensor; raises RuntimeError if it has been changed."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError("A tensor from which weights were initialised was changed afterwards.")
         return self.tensor

@@ -46,7 +46,7 @@ _TOLD_SECONDS = 2.5  # how long another rank has to tell the user
 _ORDER_SECONDS = 1.0  # how long rank 0 has to say who failed first
 _MEETING_SECONDS = 2.0  # how long ranks that have failed wait for each other to save a checkpoint
 _MAX_TRACEBACK = 100_000
-# Ignored where nobody handles it, so that one that comes too late does nothing.
+# Ignored unless it is handled, so that one that comes too late does nothing.
 _WAKE = getattr(signal, "SIGURG", None)
 
 
@@ -387,7 +387,7 @@ class FailureWatch:
 
 
 def _end_workers() -> None:
-    """Ends what a dataloader has started; where this process is killed, nobody else would."""
+    """Ends the workers of a dataloader, which would outlive this process if it is killed."""
     if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises that a worker was killed
     for child in multiprocessing.active_children():

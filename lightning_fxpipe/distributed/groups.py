@@ -13,7 +13,7 @@ import torch.distributed.distributed_c10d as dist
 
 
 def closed_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
-    """Ends the groups that are in a list when nobody has their owner any more.
+    """Ends the groups in a list when their owner is garbage-collected.
 
     But not those of NCCL, whose end would wait for the other ranks.
     """

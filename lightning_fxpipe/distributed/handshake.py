@@ -1,4 +1,4 @@
-"""Connects each rank with rank 0, or none: within a time that no stranger on the port can prolong, and all ranks agree."""
+"""Connects each rank with rank 0, or none, within a time that no unauthenticated peer can prolong; all ranks agree."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class _Reception:
                         self._admit()
                     elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._said:  # not sent away since
                         self._hear(key.fileobj)
-        for stranger in self._said:
-            stranger.close()
+        for peer in self._said:
+            peer.close()
         return self._found
 
     def _admit(self) -> None:

@@ -245,7 +245,7 @@ _in_use: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, tuple[list[int], Topolo
 def shared_topology(device: torch.device, timeout: timedelta, placement: Placement, num_failed_runs: int) -> Topology:
     """The pipelines over all ranks, made once for all runs of the process. Called by every rank at the same time.
 
-    Ranks that a failed run has left may have stopped at different places, with messages in between that nobody has taken. So
+    Ranks that a failed run has left may have stopped at different places, with messages in between that were not received. So
     the runs that follow have other process groups.
 
     Args:

@@ -8,5 +8,5 @@
 - ``frame``: a hook that is running.
 - ``logged_numbers``: numbers that hooks log.
 - ``user_hooks``: runs the hooks.
-- ``old_gradients``: those that nobody looks at any more.
+- ``old_gradients``: those that are not read any more.
 """

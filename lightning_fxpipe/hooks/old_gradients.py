@@ -1,8 +1,8 @@
-"""Gradients of the batch before, which nobody looks at any more when a training step comes to the model.
+"""Gradients of the batch before, which are not read any more when a training step reaches the model.
 
 Lightning sets them to zero between a step and its backward pass. Kept until then they are there beside all activations, and
-with 1F1B beside the new gradients. Those need not wait elsewhere for Lightning to do so, where nobody looks before the backward
-pass.
+with 1F1B beside the new gradients. The new ones need not wait elsewhere until Lightning has done so, if no code reads the old
+ones before the backward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OldGradients:
         module: Its LightningModule.
 
     Attributes:
-        new_may_stay: Whether nobody looks for gradients between the training step and its backward pass. New ones that are
+        new_may_stay: True if no code reads gradients between the training step and its backward pass. New ones that are
             there must be kept from Lightning, see :meth:`keep_new`.
     """
 

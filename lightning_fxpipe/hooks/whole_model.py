@@ -8,8 +8,8 @@ and where it changes them the rank that holds them makes the same change to the 
 A rank's own tensors count as well: the copies are then made before any rank has changed what it holds. If they were made at
 the first use of a placeholder, a rank whose own tensors come first in a loop would already have changed these.
 
-A rank cannot know what the others' hooks look at, and code may be for one rank only (``rank_zero_only``). So each look is a
-vote, and a hook ends with votes until no rank needs anything: whoever needs nothing takes part, too, and nobody waits for ever.
+A rank cannot know what the others' hooks read, and code may be for one rank only (``rank_zero_only``). So each read is a vote,
+and a hook ends with votes until no rank needs anything: ranks that need nothing take part, too, and no rank waits for ever.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class StageOptimizer:
         return {fqns[id(key)]: state for key, state in states.items()}
 
     def _take_others_states(self) -> dict[Tensor, Any]:
-        """Takes out the states of placeholders; where there are as many as before, nobody has put any in."""
+        """Takes out the states of placeholders; if there are as many as before, none was added."""
         state = self.optimizer.state
         if self._others is None and len(state) == self._num_states:
             return {}

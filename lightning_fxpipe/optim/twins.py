@@ -246,7 +246,7 @@ def _kind_of(value: Tensor, parameter: Tensor) -> str:
 
 
 def own_step(optimizer: Optimizer) -> Any:
-    """The step that somebody has given this very optimizer; None where it is that of its class.
+    """Returns the step set on this very optimizer; None if it is that of its class.
 
     Learning rate schedulers put their own around a step, to see whether it is called.
     """

@@ -46,12 +46,12 @@ class Page:
 
     Attributes:
         title: Its heading.
-        plan: The stages, and the model that they are of; None where nobody knows.
-        stage_costs: What each stage of the plan takes for one microbatch; empty where nobody knows.
+        plan: The stages, and the model that they are of; None if unknown.
+        stage_costs: What each stage of the plan takes for one microbatch; empty if unknown.
         alternatives: Timelines to compare.
         memory_limit_bytes: What each rank has, as a line above what it keeps.
         notes: Sentences below the heading.
-        replicas: Which rank has which stages of which replica; None where there is one, or nobody knows.
+        replicas: Which rank has which stages of which replica; None if there is one, or if unknown.
     """
 
     title: str

@@ -22,8 +22,8 @@ class ReplicaGrid:
     Attributes:
         num_replicas: Pipelines, D.
         placement: Which rank of a pipeline has which stages.
-        ranks_per_machine: How many ranks are on each machine, one after the other; None where nobody knows.
-        gradient_bytes: What the ranks at each place average; empty where nobody knows.
+        ranks_per_machine: How many ranks are on each machine, one after the other; None if unknown.
+        gradient_bytes: What the ranks at each place average; empty if unknown.
     """
 
     num_replicas: int
@@ -41,7 +41,7 @@ class ReplicaGrid:
 
     @cached_property
     def machines(self) -> tuple[tuple[int, ...], ...]:
-        """The machines of each replica, by their number; empty where nobody knows, or all ranks are on one."""
+        """The machines of each replica, by their number; empty if unknown, or if all ranks are on one."""
         each = self.ranks_per_machine
         if each is None or each >= self.num_replicas * self.placement.num_ranks:
             return ()

@@ -134,7 +134,7 @@ def _of_parts(demands: Demands, openable: Collection[int]) -> Ideal:
     known = {
         id(weights): Weights(
             tuple(weights.own[position] // counts[position] for position in unit_of),
-            # Where in a unit it is used, nobody knows: at its beginning is as good as anywhere.
+            # Its place in a unit is unknown: at its beginning is as good as anywhere.
             tuple((weight, tuple(first_part[user] for user in users)) for weight, users in weights.shared),
         )
         for weights in demands.kinds

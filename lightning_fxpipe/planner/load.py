@@ -30,7 +30,7 @@ class Load:
         stages_per_rank: Stages on each.
         num_microbatches: Microbatches of a batch.
         scale: How much larger a microbatch is than the one that is recorded.
-        memory_bytes: What each device has for its stages, by global rank; empty where nobody knows.
+        memory_bytes: What each device has for its stages, by global rank; empty if unknown.
         speeds: How fast each device is, in proportion to the others, by global rank; empty where all are equal.
         optimizer_bytes_per_byte: What the optimizer keeps on a device for each byte of its stages' parameters that train.
     """

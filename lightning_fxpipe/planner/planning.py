@@ -30,7 +30,7 @@ from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """A plan, and the graph that it was made of, so that nobody needs to record that once more.
+    """A plan, and the graph that it was made of, so that it need not be recorded once more.
 
     Attributes:
         plan: The plan.

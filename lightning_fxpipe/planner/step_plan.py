@@ -189,7 +189,7 @@ def make_planned(
 
 def check_rule(rule: CutRule, module: nn.Module) -> None:
     """Raises :class:`PartitionError` where split points or pinned modules are none, there are more or fewer than the stages
-    need, or devices that nobody has are described.
+    need, or devices that do not exist are described.
     """
     check_split_points(module, rule.split_points)
     pinned_modules(module, rule.stage_of, rule.num_stages)

@@ -51,4 +51,4 @@ def simulated(measured: Sequence[Timeline]) -> Timeline | None:
         return None
     same = [timeline for timeline, its in zip(measured, tables, strict=True) if its == table]
     timeline = Timeline.of_simulation("simulated", run_table(table, costs_of(same)))
-    return Timeline(timeline.label, timeline.ranks)  # nobody has measured what an action keeps
+    return Timeline(timeline.label, timeline.ranks)  # the bytes that an action keeps are not measured

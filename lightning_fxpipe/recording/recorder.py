@@ -30,7 +30,7 @@ class RankStep:
 
     Attributes:
         spans: One after the other, on this rank's clock.
-        kept_bytes: How much was in memory from when on; empty where nobody knows.
+        kept_bytes: How much was in memory from when on; empty if unknown.
         peak_bytes: The most that was.
     """
 

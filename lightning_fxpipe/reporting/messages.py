@@ -31,7 +31,7 @@ _running: ContextVar[Any] = ContextVar("running", default=None)
 
 
 class _Terminal(logging.Handler):
-    """Prints records where nobody has set up logging; where somebody has, the records reach that through the root logger."""
+    """Prints records unless logging is set up; then they reach its handlers through the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.root.handlers:

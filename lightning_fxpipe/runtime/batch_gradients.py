@@ -2,7 +2,7 @@
 
 With 1F1B they are there when the step comes back from the model. Lightning sets ``.grad`` to zero after that, hooks may look
 there, and the loss may yet be divided, so they are parked until the backward pass of the loss says by which factor they count.
-Where nobody sets them to zero or looks they are left in place: to take thousands away and put them back takes milliseconds.
+If user code neither zeroes nor reads them they stay in place: removing and restoring thousands takes milliseconds.
 """
 
 from __future__ import annotations

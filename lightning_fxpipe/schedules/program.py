@@ -28,7 +28,7 @@ from lightning_fxpipe.stages.build import TensorSpec
 
 BOTH_WAYS = frozenset(Kind)
 # What may be on the way to a rank before its turn, besides what it needs next. A sender holds a message back until told that
-# somebody waits for it, which takes longer than a small microbatch on busy cores. More than that would only be memory.
+# another rank waits for it, which takes longer than a small microbatch on busy cores. More than that would only be memory.
 AHEAD_BYTES = 1024 * 1024
 
 _Place = tuple[int, int]  # a rank, and the position of one of its actions

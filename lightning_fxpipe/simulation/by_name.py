@@ -119,7 +119,7 @@ def on_stages(schedule: SimulatedSchedule, stages_per_rank: int) -> SimulatedSch
 
 
 def stages_of_ranks(schedule: SimulatedSchedule, num_ranks: int) -> list[tuple[int, ...]]:
-    """The stages of each rank with a schedule, where nobody says how many."""
+    """Returns the default number of stages of each rank with a schedule."""
     if schedule in _V_SHAPED:
         return [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]
     return [(rank, rank + num_ranks) if schedule in _LOOPED else (rank,) for rank in range(num_ranks)]

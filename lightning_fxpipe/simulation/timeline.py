@@ -39,8 +39,8 @@ class Timeline:
     Attributes:
         label: What it is of, such as "1f1b, simulated".
         ranks: Spans of each rank, one after the other; the rank of stage 0 is the first.
-        kept_bytes: For each rank how much is in memory from when on, as pairs of seconds and bytes; empty where nobody knows.
-        critical_path: The actions that decide how long it takes; empty where nobody knows.
+        kept_bytes: For each rank how much is in memory from when on, as pairs of seconds and bytes; empty if unknown.
+        critical_path: The actions that decide how long it takes; empty if unknown.
     """
 
     label: str

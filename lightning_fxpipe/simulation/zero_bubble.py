@@ -160,7 +160,7 @@ class _Heuristic:
 
     def _backward(self, rank: int) -> None:
         if rank == 0 and self._num_done[rank][FORWARD] == self._count:
-            while self._walk.has_weights_left(rank):  # nobody waits for the first rank
+            while self._walk.has_weights_left(rank):  # no rank waits for the first one
                 self._walk.do_weights(rank)
         self._do_filled(rank, INPUT_BACKWARD)
 

@@ -22,13 +22,13 @@ def has_room(num_bytes: int) -> bool:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that processes of this machine or container can still take; None where nobody says."""
+    """Bytes of memory that processes of this machine or container can still take; None if unknown."""
     found = [amount for amount in (_of_machine(), _of_container()) if amount is not None]
     return min(found, default=None)
 
 
 def memory_for_rank(device: torch.device, num_ranks: int) -> int | None:
-    """Bytes that a rank can still take on its device; None where nobody says.
+    """Bytes that a rank can still take on its device; None if unknown.
 
     Args:
         device: The rank's.

@@ -87,7 +87,7 @@ def reads_options(constructor: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any, start_method: Any) -> None:
-    """Raises ValueError for values that no parser has checked; warns of what the user says about the loss where nobody asks."""
+    """Raises ValueError for values that no parser has checked; warns of options about the loss that have no effect."""
     counts = {
         "num_stages": options.num_stages,
         "stages_per_rank": options.stages_per_rank,

@@ -114,7 +114,7 @@ class PlanOptions:
         """Bytes that each device has for its stages: what the user says, or what is left.
 
         Raises:
-            UnsupportedError: What is left shall count, and nobody knows it.
+            UnsupportedError: The free memory shall count, and is unknown.
         """
         if self.device_memory_gib == "auto" and not left:
             raise UnsupportedError(
@@ -207,7 +207,7 @@ class RunPlans:
             device: This rank's device.
             context: Makes the precision plugin's context for a step.
             first_batches: The batches from which a plan is made, for the loops of the run.
-            memory_left: Bytes that the stages of each rank may take; empty where nobody knows or asks.
+            memory_left: Bytes that the stages of each rank may take; empty if unknown or not needed.
             num_replicas: Pipelines side by side.
 
         Raises:

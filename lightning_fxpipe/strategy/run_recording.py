@@ -81,7 +81,7 @@ class RunRecording:
             trainer: The Trainer.
             topology: This rank's place.
             plan: Which stage holds what, for the page.
-            ranks_per_machine: How many ranks are on each machine, for the page; None where nobody knows.
+            ranks_per_machine: How many ranks are on each machine, for the page; None if unknown.
 
         Raises:
             UnsupportedError: The folder cannot be written; on every rank.

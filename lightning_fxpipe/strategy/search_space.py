@@ -45,7 +45,7 @@ def search_space(
         splits: Whether gradients of weights may come later than those of inputs.
         schedule, stages_per_rank, num_microbatches, batch_dim: As the user says.
         num_ranks: Devices.
-        memory_bytes: What each device has for its stages, by its rank; empty where nobody knows.
+        memory_bytes: What each device has for its stages, by its rank; empty if unknown.
         device_speeds: How fast each is; empty where all are equal.
         optimizer_bytes_per_byte: What the optimizer keeps on a device for each byte of a parameter that trains.
     """
@@ -67,7 +67,7 @@ def search_space(
 
 def memory_left(topology: Topology, num_processes: int) -> tuple[int, ...]:
     """Bytes that the stages of each rank may take on its device, by global rank in the first replica: the least of all
-    replicas. Empty where nobody knows. Called by every rank.
+    replicas. Empty if unknown. Called by every rank.
 
     Args:
         topology: This rank's place.

@@ -203,7 +203,7 @@ class Session:
         )
 
     def overwritable(self) -> frozenset[str]:
-        """Names of this rank's tensors, if a checkpoint may be read into them: nobody looks at them before it is loaded."""
+        """Names of this rank's tensors, if a checkpoint may be read into them: no code reads them before it is loaded."""
         mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
         return frozenset() if hooks_change_checkpoints(self.module) else mine
 

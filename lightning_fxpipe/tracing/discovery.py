@@ -78,7 +78,7 @@ def regions(
     A branch on values of the batch (``if (labels == 1).any():``) between two calls is part of the region: every rank has the
     batch. The region ends there only if its calls leave parameters unused, which the other branch may use.
 
-    A smaller one takes a module's forward for the step's own code: it ends where that looks at values which nobody knows
+    A smaller one takes a module's forward for the step's own code: it ends where that reads values which are unknown
     beforehand, and the rest of the step is ordinary Python on the last stage.
 
     Args:
@@ -476,7 +476,7 @@ class _Discovery(SpanRecorder):
         made = [key for call in calls for key in (*call.keys, *(key for *_, key in sides[call.number])) if key.call >= first]
         if (used := self._used_after(last)) is None:
             return tuple(dict.fromkeys(made))
-        # Nobody else would set them; and for others that are not wanted a tensor of the same size stands.
+        # No other code would set them; and for others that are not wanted a tensor of the same size stands.
         used |= {key for call in calls for path, _, key in sides[call.number] if path == call.name}
         used |= {key for key in made if key in self.tensors and not has_known_size(self.tensors[key])}
         return tuple(dict.fromkeys(key for key in made if key in used))

@@ -251,7 +251,7 @@ class GraphWriter:
 
 
 def erase_unused(graph: fx.Graph) -> None:
-    """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
+    """Drops calls whose result is unused, unless they change something, draw random numbers or make a size."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output", "call_module"):
             continue

@@ -374,4 +374,4 @@ def _comparable(value: Any) -> Any:
 
 
 def _forget(result: Any) -> None:
-    """Nobody wants to know."""
+    """Discards a result."""

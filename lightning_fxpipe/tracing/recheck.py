@@ -1,7 +1,7 @@
 """A trace in use is recorded again from time to time, and compared: the net below all guards.
 
-Guards compare what recorded code is seen to read. Code can read what nobody sees it read: a file, a property of a metaclass, a
-module of ``sys.modules``. It would keep the value of the first recording without a word. So the code is recorded again at the
+Guards compare the values that recorded code is seen to read. It can also read values out of their sight: a file, a property of
+a metaclass, a module of ``sys.modules``. It would keep those of the first recording, unnoticed. So it is recorded again at the
 
     2nd, 4th, 8th, 32nd, 128th, 512th, ... use of a trace,
 

@@ -275,7 +275,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 self.lessons.append(self._settings.learned.watch_state)
 
     def _may_leave_tensors(self) -> bool:
-        """Returns True if the opened module that runs may set tensors on itself: where somebody sets them in every run."""
+        """Returns True if the opened module that runs may set tensors on itself: if they are set in every run."""
         return False
 
     def _record_whole_module(

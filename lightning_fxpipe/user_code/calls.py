@@ -1,7 +1,7 @@
 """The calls that user code makes, seen from outside.
 
 A torch function reaches a ``TorchFunctionMode``; module calls, ``autograd.Function.apply`` and ``from_numpy`` do not, so they
-are patched for the time that somebody watches.
+are patched while they are watched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Iterators that user code keeps and draws from in a step: a second loader's, ``itertools.cycle``, a generator.
 
 A step that runs once more than the user knows of draws from them once more, and Python cannot put an item back. So such an
-iterator is exchanged for one around it that can: items drawn while somebody may want to return are kept until then. Everything
+iterator is exchanged for one around it that can: items drawn while a mark is held are kept until then. Everything
 else is asked of the iterator itself. One that a step makes anew (``except StopIteration: self.batches = iter(self.loader)``) is
 made once for all the times that the step runs on a batch.
 """
@@ -65,7 +65,7 @@ def _random(iterator: Any) -> UnsupportedError:
 
 
 class Mark:
-    """A place to which somebody may return, as long as it is held."""
+    """A position to return to, as long as it is held."""
 
     __slots__ = ("__weakref__", "position", "undoing")
 

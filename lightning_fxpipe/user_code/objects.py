@@ -46,7 +46,7 @@ def is_plain(value: Any) -> bool:
 
 
 class Unsent(Tensor):
-    """Stands for a tensor that another stage has and that nobody asked for. Whoever looks at it gets an error."""
+    """Placeholder of a tensor that another stage has and that was not sent. Reading it raises an error."""
 
     stands_for: str
 
@@ -78,7 +78,7 @@ class Unsent(Tensor):
 def refill(structure: Structure, sent: Sequence[int]) -> Callable[..., Any]:
     """A function that makes a new object from the tensors at ``sent`` and the sizes; the others' places get stand-ins."""
     missing = sorted(set(range(structure.num_tensors)) - set(sent))
-    stand_ins: dict[int, Unsent] = {}  # nobody can change one, so the same do for every call
+    stand_ins: dict[int, Unsent] = {}  # they cannot change, so the same do for every call
 
     def refilled(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
         if not stand_ins:

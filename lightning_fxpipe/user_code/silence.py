@@ -24,7 +24,7 @@ from lightning_fxpipe.errors import FxPipeError, add_note
 from lightning_fxpipe.user_code.files import writing
 
 _KEPT_LINES = 10
-# Of the machinery itself: what somebody has turned on to watch a dry run.
+# Of the machinery itself: output that a developer has turned on to watch a dry run.
 _HEARD_LOGGERS = ("lightning_fxpipe", "torch")
 
 

@@ -36,8 +36,8 @@ class Step:
         context: Makes the precision plugin's context for it.
         random_key: Identifies the batch within the run, for the stages' random numbers.
         scale: Says, in training, by which the loss is probably multiplied before its backward pass.
-        outdated: Parameters whose gradients nobody looks at any more once the step has come to the model.
-        gradients_may_stay: Whether nobody looks at the gradients from then on until the backward pass is over, nor sets them to
+        outdated: Parameters whose gradients are not read any more once the step has reached the model.
+        gradients_may_stay: True if no code reads the gradients from then on until the backward pass is over, nor sets them to
             zero: new ones may be there at once.
     """
 
