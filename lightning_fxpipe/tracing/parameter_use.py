@@ -62,9 +62,8 @@ def check_call(
             memory, or uses one of another stage.
     """
     written: Collection[int] = ()
-    name = getattr(func, "__name__", "")
-    # What most calls are not comes first: this runs at each call of each microbatch's step.
-    if name.endswith("_") or (kwargs and "out" in kwargs) or func in _WRITING or is_writing(func):
+    # Most calls write nothing: this runs at each call of each microbatch's step.
+    if may_write(func, kwargs or {}):
         if isinstance(args[0] if args else None, nn.Parameter):
             _check_attribute(root, func, args, kwargs or {})
         if written := written_by(func, args, kwargs or {}):
@@ -81,6 +80,11 @@ def check_call(
     return written
 
 
+def may_write(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns False for a call of torch that, by its name, writes to no tensor."""
+    return getattr(func, "__name__", "").endswith("_") or "out" in kwargs or func in _WRITING or is_writing(func)
+
+
 def _check_attribute(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     parameter = args[0]
     if func in (_GET_GRADIENT, _SET_GRADIENT):
@@ -92,15 +96,21 @@ def _check_attribute(root: nn.Module, func: Callable[..., Any], args: tuple[Any,
         )
     if func == _SET_DATA:
         raise _changes(root, parameter)
-    if func in (_SET_REQUIRES, Tensor.requires_grad_):
-        wished = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        if bool(wished) != parameter.requires_grad:
-            raise _misuse(
-                "The step freezes or unfreezes a parameter.",
-                root,
-                parameter,
-                "parameters whose requires_grad is constant during the step",
-            )
+    if changes_requires_grad(func, args, kwargs):
+        raise _misuse(
+            "The step freezes or unfreezes a parameter.",
+            root,
+            parameter,
+            "parameters whose requires_grad is constant during the step",
+        )
+
+
+def changes_requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns True if a call freezes or unfreezes a parameter."""
+    if func not in (_SET_REQUIRES, Tensor.requires_grad_) or not isinstance(args[0], nn.Parameter):
+        return False
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    return bool(wanted) != args[0].requires_grad
 
 
 def _check_is_here(root: nn.Module, tensor: Tensor) -> None:

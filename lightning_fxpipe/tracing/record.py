@@ -102,7 +102,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
         self._module_call = nn.Module.__call__
         self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
-        self._in_place = TensorsInPlace(before)
+        self.in_place = TensorsInPlace(before, settings.modules, self.known_calls.note_write)
         self._watches: list[Snapshot] = []  # of what opened code may change, which is running
 
     def begin(self) -> None:
@@ -122,6 +122,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 self.drawing.add(self._whole_path)
                 self.known_calls.note_draw()
             self._inner_calls.note_call(func, args)
+            self.in_place.note_call(func, args, kwargs)
             result = shape_only(func, args)(*args, **kwargs)
             self.state_reads.note((args, kwargs), result)
         else:
@@ -248,7 +249,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _ask(self, path: str | None, module: nn.Module, args: Any, kwargs: Any) -> Question | None:
         """Returns the observations of a call of a module at ``path`` that leaves no nodes; None if it has to be made."""
         learned, whole = self._settings.learned, self._whole_path or path
-        must_run = whole in learned.inner_results or whole in learned.probed_inside or self._in_place.reached_by(module)
+        must_run = whole in learned.inner_results or whole in learned.probed_inside or self.in_place.reached_by(module)
         asked = None if path is None or must_run or self.shared_state.is_trying else self.known_calls.ask(module, args, kwargs)
         if asked is None or asked.answer is None or self.kept_state.permits_answer(asked.modules, asked.answer.values):
             return asked
@@ -257,8 +258,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _answer(self, path: str | None, question: Question, known: Known) -> Any:
         with self.pause():
             result = self.known_calls.answered(question, known)
-        for inner in known.called:
-            self._inner_calls.note(self._module_paths.get(id(question.modules[inner]), ""), None)
+        for inner in map(question.modules.get, known.called):
+            self._inner_calls.note(self._module_paths.get(id(inner), ""), None)
         if self._seen is not None:
             self._seen.update(map(id, question.tensors))
         self.state_reads.note((question.tensors, question.own), result)
@@ -288,14 +289,14 @@ class Recorder(GraphWriter, TorchFunctionMode):
         # Containers and objects among the arguments; the module may look at a part of them, and may change them.
         objects = [value for value in (*args, *kwargs.values()) if not is_value(value)]
         before = self._template_of(objects)
-        own, in_place = [*module.parameters(), *module.buffers()], self._in_place.reached_by(module)
+        own, in_place = [*module.parameters(), *module.buffers()], self.in_place.reached_by(module)
         touched = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *before.tensors]
         # What it draws is its own affair; what opened code draws would decide what is recorded.
         self._whole_path = path
         with (  # the watch itself looks at all tensors, so it stands outside
             self.between.call(module, (args, kwargs)),
             watch_mutation([*touched, *own]) as mutated,
-            self._in_place.watching(in_place) as changed_in_place,
+            self.in_place.watching(module, in_place) as changed_in_place,
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),
             self._own_effects(module),
@@ -331,7 +332,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if sides:
             node.meta["sides"] = tuple(sides)
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
-        node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in (*own, *in_place))
+        node.meta["module_storages"] = changed_in_place.union(storage_key(tensor) for tensor in (*own, *in_place))
         self.kept_state.add(call, node)
         with self.pause():
             read_by = self._inner_calls.read_by(self._tensor_fqns)
@@ -436,13 +437,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         return self._look(Tensor.__index__, value) if self._follows_from_inputs(value) else value
 
     def constant(self, tensor: Tensor) -> Tensor:
-        """The value that a tensor has in every call.
-
-        Raises:
-            NoExample: It follows from the inputs, weights or random numbers, or is not known.
-        """
-        node = self._nodes.get(id(tensor))
-        if node is None:
+        """Returns the value that a tensor has in every call; raises :class:`NoExample` if it is unknown, or may differ."""
+        if (node := self._nodes.get(id(tensor))) is None:
             raise NoExample("it is not a result of a traced call")
         value: Tensor = self._examples.constant(node)
         return value

@@ -387,8 +387,8 @@ def _record(
             settle()
             if opened is not None:
                 _open_branching(recorder, learned)
-            if recorder.state_reads.refusal is not None:
-                raise recorder.state_reads.refusal
+            if (refusal := recorder.in_place.refusal or recorder.state_reads.refusal) is not None:
+                raise refusal
             check_values_read(root, recorder.attributes_read, recorder.left_values, call.label)
             output = _taken_apart(result, run.lasting)
             # While what the step has set before is there.

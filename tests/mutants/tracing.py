@@ -17,6 +17,20 @@ _ALIKE = "test_blocks_are_answered_where_all_that_they_read_is_alike"
 
 MUTANTS = [
     Mutant(
+        "tracing/tensors_in_place.py",
+        "                changed |= elsewhere\n",
+        "",
+        ("strategy/test_writes_elsewhere.py::test_it_shares_a_stage_with_the_module_that_it_changes",),
+        "what a module's forward does to another one's parameters is lost on the other rank",
+    ),
+    Mutant(
+        "tracing/tensors_in_place.py",
+        "                self._note_write()\n",
+        "",
+        ("strategy/test_writes_elsewhere.py::test_each_of_several_modules_alike_changes_it",),
+        "a block like one that changes another module is taken to change nothing",
+    ),
+    Mutant(
         _RECHECK,
         "        if before != now\n",
         "        if False\n",
@@ -331,8 +345,8 @@ MUTANTS = [
     ),
     Mutant(
         _USE,
-        "        if bool(wished) != parameter.requires_grad:\n",
-        "        if False:\n",
+        "    return bool(wanted) != args[0].requires_grad\n",
+        "    return False\n",
         (f"{_TEST_USE}::test_a_step_that_freezes_parameters_is_refused",),
         "a step freezes parameters on one stage",
     ),
