@@ -25,7 +25,7 @@ from lightning_fxpipe.hooks.whole_model import Held, Used, WholeView
 from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.metrics.step_log import StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
-from lightning_fxpipe.microbatch.split import batch_size
+from lightning_fxpipe.microbatch.split import count_samples
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.sizes import as_bytes
@@ -122,7 +122,8 @@ class WholeSteps:
             return BatchResult()
         attributes.end_region(self._with_own_state())
         log, before = StepLog(metrics), rng_state()
-        draws = BatchDraws(batch_size(batch, self._plan.batch_dim), self._plan.batch_dim)
+        num_samples = count_samples(batch, 1, self._plan.batch_dim).num_samples  # it is not split
+        draws = BatchDraws(num_samples, self._plan.batch_dim)
         with self._whole_model() as buffers, log.capture(self._module), step.context(), watched_step(self._module, draws):
             output = step.function(batch, *step.rest)
         return BatchResult(output=output, entries=log.entries, rng=rng_since(before), buffers=buffers)

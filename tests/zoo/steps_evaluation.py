@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.steps_case import CLASSES, DIM, WIDTH, Case, Sgd, classifier, cross_entropy, labelled, mlp, unlabelled
+from tests.zoo.steps_case import CLASSES, DIM, WIDTH, Case, Sgd, classifier, cross_entropy, generator, labelled, mlp, unlabelled
 
 
 class Everywhere(Sgd):
@@ -108,6 +108,30 @@ class TwoCallsInValidation(OnlyTheEncoder):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         logits = (self(batch[0]) + self(batch[0] * 0.9)) / 2
         self.log("val_loss", cross_entropy(logits, batch[1]))
+
+
+class ValidatesGraphs(Sgd):
+    """Rows of several graphs in one batch, which cannot be split; validation calls the encoder again, and so runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = mlp(DIM, WIDTH, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows, graph, y = batch
+        sums = torch.zeros(len(y), 4).index_add(0, graph, self.encoder(rows))
+        return (self.head(sums).squeeze(-1) - y).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.training_step(batch, batch_idx)
+        self.log("val_loss", loss, batch_size=4)
+        self.log("size", self.encoder(batch[0] * loss).norm(), batch_size=4)
+
+
+def graphs() -> list[Any]:
+    """Batches of four graphs: their rows, the graph of each row, and a target for each graph."""
+    g = generator()
+    return [(torch.randn(12, DIM, generator=g), torch.arange(12) // 3, torch.randn(4, generator=g)) for _ in range(3)]
 
 
 class EncoderThenHead(OnlyTheEncoder):
@@ -264,6 +288,7 @@ CASES: dict[str, Case] = {
     "other_outputs": Case(make=OtherOutputs, batches=labelled, microbatches=(2,), evaluations=VAL_PREDICT),
     "only_the_encoder": Case(make=OnlyTheEncoder, batches=labelled, microbatches=(2,), evaluations=("predict",)),
     "two_calls_in_validation": Case(make=TwoCallsInValidation, batches=labelled, microbatches=(2,), evaluations=("validate",)),
+    "validates_graphs": Case(make=ValidatesGraphs, batches=graphs, microbatches=(1,), evaluations=("validate",), always=True),
     "encoder_then_head_in_validation": Case(
         make=EncoderThenHead, batches=labelled, microbatches=(2,), evaluations=("validate",)
     ),

@@ -70,6 +70,7 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
 WHOLE = {
     "generates": ["predict_step"],
     "translates": ["validation_step"],
+    "validates_graphs": ["validation_step"],
     "denoises": ["validation_step"],
     "decodes_first": ["validation_step", "predict_step"],
     "skips_in_a_list": ["validation_step"],
