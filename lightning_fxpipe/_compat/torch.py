@@ -282,10 +282,11 @@ def unscaling_watched(scaler: Any, after: Callable[[dict[torch.device, Tensor]],
 
 @contextmanager
 def tracing_friendly_torch() -> Iterator[None]:
-    """Stops torch's own modules from taking shortcuts that look at data.
+    """Stops torch's own code from reading memory that fakes do not have.
 
     nn.Transformer's fast path and its causal-mask detection compare mask values; recorded on fake tensors either would end the
-    trace or bake the example's answer into the graph. torch 2.9-2.15.
+    trace or bake the example's answer into the graph. ``copy.deepcopy`` of a tensor, as of a metric's default, would copy the
+    bytes of a storage that has none. torch 2.9-2.15.
     """
     import torch.nn.modules.transformer as transformer
 
@@ -297,11 +298,19 @@ def tracing_friendly_torch() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     patch = (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal))
     try:
-        with patched_attributes(patch):
+        with patched_attributes(patch, (FakeTensor, "__deepcopy__", _deepcopied)):
             yield
     finally:
         log.setLevel(level)
         torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def _deepcopied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+    if not tensor.is_leaf:  # as torch says it of tensors with data
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
 
 
 def patched_attributes(*patches: tuple[Any, str, Any]) -> AbstractContextManager[None]:

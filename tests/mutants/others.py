@@ -10,6 +10,13 @@ _TEST_LOG, _TEST_STATES, _TEST_WHOLE = "metrics/test_step_log.py", "metrics/test
 _REFUSED = f"{_TEST_SUPPORT}::test_each_is_refused_with_its_reason_and_the_way_out"
 
 MUTANTS = [
+    Mutant(
+        "_compat/torch.py",
+        ', (FakeTensor, "__deepcopy__", _deepcopied)',
+        "",
+        ("strategy/test_copies.py::test_a_forward_may_copy_tensors",),
+        "a forward that makes a metric crashes the process",
+    ),
     # distributed
     Mutant(
         _COMMANDS,
