@@ -3,7 +3,7 @@
 Guards compare the values that recorded code is seen to read. It can also read values out of their sight: a file, a property of
 a metaclass, a module of ``sys.modules``. It would keep those of the first recording, unnoticed. So it is recorded again at the
 
-    2nd, 4th, 8th, 32nd, 128th, 512th, ... use of a trace,
+    2nd, 8th, 32nd, 128th, 512th, ... use of a trace,
 
 which costs little in all, and the run ends where other calls follow from it, or other constants.
 """
@@ -26,8 +26,7 @@ _logger = logging.getLogger("lightning_fxpipe")
 
 def is_recheck_due(num_uses: int) -> bool:
     """Returns True at the uses of a trace, counted from 1, at which it is recorded again."""
-    is_power_of_two = num_uses > 1 and num_uses.bit_count() == 1
-    return is_power_of_two and (num_uses == 4 or num_uses.bit_length() % 2 == 0)
+    return num_uses.bit_count() == 1 and num_uses.bit_length() % 2 == 0  # 2 times a power of 4
 
 
 def recheck(traced: TracedRegion, call: Recordable) -> None:

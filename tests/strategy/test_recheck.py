@@ -158,7 +158,7 @@ def test_batches_of_any_length_are_compared_with_the_lengths_as_symbols(has_chan
 
 
 def test_a_trace_is_recorded_again_at_ever_rarer_uses() -> None:
-    assert [number for number in range(600) if is_recheck_due(number)] == [2, 4, 8, 32, 128, 512]
+    assert [number for number in range(600) if is_recheck_due(number)] == [2, 8, 32, 128, 512]
 
 
 def test_sizes_that_are_symbols_in_other_places_are_not_compared() -> None:
