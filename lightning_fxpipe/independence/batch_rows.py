@@ -174,7 +174,7 @@ class Rows:
         return False
 
     def _goes_along_rows(self, node: fx.Node) -> bool:
-        """Returns True if a call that is no plain indexing goes by the places of rows, along their dimension."""
+        """Returns True if a call other than plain indexing depends on the positions of rows, along their dimension."""
         name, args, kwargs = _name(node), node.args, node.kwargs
         if name == "embedding":
             source = args[1] if len(args) > 1 else kwargs.get("weight")

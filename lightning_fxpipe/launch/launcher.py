@@ -1,4 +1,4 @@
-"""Starts the other ranks unless a launcher does, runs a Trainer's function, and leaves no process behind."""
+"""Starts the other ranks unless torchrun or the like does, runs a Trainer's function, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class _Trial:
         return torch.complex128 if parameter.is_complex() else self._dtype
 
     def _differ(self, whole: _Outcome, part: _Outcome) -> bool:
-        """Returns True if a part has gone another way, or would later: by then it goes by numbers that are others."""
+        """Returns True if training the part alone differs from training it with the rest, now or, by its numbers, later."""
         largest = _MAX_DIFFERENCE[self._dtype]
         for name, value in part.common.items():
             if not math.isclose(value, whole.common.get(name, value), rel_tol=largest) and not math.isnan(value):

@@ -39,7 +39,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """A GPU comes later to what it is told: a mark is an event in its stream, and the step does not wait for it.
+    """Clock of a GPU, which runs behind the host: a mark is an event in its stream, and the step does not wait for it.
 
     Args:
         make_event: Makes an event that knows when the GPU has come to it.

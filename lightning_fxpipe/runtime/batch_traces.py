@@ -86,7 +86,7 @@ class BatchTraces:
                 found = self._lookup(step, batch, size, has_values=True)
         except NoModelCall:
             return None, batch
-        if self._traces.is_recheck_due(found[0]):
+        if self._traces.count_use(found[0]):
             if spared and not needs_values:
                 assert self._sparing is not None
                 batch = self._sparing.with_values(step.kind, batch)

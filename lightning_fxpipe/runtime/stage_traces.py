@@ -181,7 +181,7 @@ class StageTraces:
         with self._decisions.batch(), region.numbers_on(self._root):
             if (found := self._known_now(kind, region)) is not None:
                 self._used(found[0])
-                if self.is_recheck_due(found[0]):
+                if self.count_use(found[0]):
                     self._recheck(found[0], region)
             else:
                 with self._log.told(f"Tracing {region.label}"):
@@ -192,8 +192,8 @@ class StageTraces:
         self._decisions.note(found[0])
         return found
 
-    def is_recheck_due(self, used: StageTrace) -> bool:
-        """Counts a use of a trace; True where it is to be recorded again and compared."""
+    def count_use(self, used: StageTrace) -> bool:
+        """Counts a use of a trace; returns True if the trace is to be recorded again, and compared, in this use."""
         self._num_uses[used.number] += 1
         return is_recheck_due(self._num_uses[used.number])
 

@@ -105,7 +105,7 @@ class PlanOptions:
 
     @property
     def needs_memory(self) -> bool:
-        """True if the plan goes by what memory the devices have left."""
+        """True if the plan depends on the free memory of the devices."""
         return self.given is None and (
             self.balance == "auto" or self.activation_checkpointing == "auto" or self.device_memory_gib == "auto"
         )

@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/stage_traces.py",
-        "                if self.is_recheck_due(found[0]):\n",
+        "                if self.count_use(found[0]):\n",
         "                if False:\n",
         ("ranks/test_recheck.py::test_a_value_that_no_guard_sees_ends_the_run_on_every_rank",),
         "calls of a step with manual optimization keep a value that no guard sees",
