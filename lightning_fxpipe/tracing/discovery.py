@@ -35,7 +35,7 @@ from lightning_fxpipe.tracing.parameter_use import (
 )
 from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
-from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings, is_torch_leaf
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.tracing.repeat import has_known_size
 from lightning_fxpipe.tracing.signals import HiddenTensor, Learned, MustStayWhole, RecordAgain, RecordError
@@ -43,7 +43,6 @@ from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, st
 from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import Span, TensorKey
 from lightning_fxpipe.tracing.torch_calls import DIFFERENTIATING, LOOKS
-from lightning_fxpipe.tracing.trace import is_torch_leaf
 from lightning_fxpipe.tracing.value_looks import look_at_ones
 from lightning_fxpipe.user_code.exchange import OwnAttributes
 from lightning_fxpipe.user_code.frames import raising_source, user_source

@@ -1,7 +1,8 @@
 """Values that recorded tensors have in the call that the trace was made from.
 
 Fakes have no data, yet some of what a model asks has an answer already: a tensor that follows from the region's inputs alone
-can be computed, without the model's weights, from the inputs of the traced call.
+can be computed, without the model's weights, from the inputs of the traced call. It may go through modules of torch's own
+that have none, such as padding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from lightning_fxpipe.reporting.wording import error_words, node_words
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.torch_calls import CallContext
 
-_DRAWS = ("rand", "drawn", "dropout", "bernoulli", "normal", "multinomial")
+_DRAWS = (
+    *("rand", "drawn", "dropout", "bernoulli", "normal", "multinomial", "poisson", "binomial", "uniform", "exponential"),
+    *("cauchy", "geometric", "gumbel", "rrelu", "fractional"),
+)
 _NUM_DRAWS = 8
 
 
@@ -29,7 +33,8 @@ class NoExample(Exception):
 
 def draws(node: fx.Node) -> bool:
     """Returns True if a call draws random numbers."""
-    name = getattr(node.target, "__name__", str(node.target)).lower()
+    target = type(node.meta["stateless"]) if "stateless" in node.meta else node.target
+    name = getattr(target, "__name__", str(target)).lower()
     return any(word in name for word in _DRAWS)
 
 
@@ -65,7 +70,8 @@ class Examples:
         """The value of a node that follows from inputs and constants only.
 
         Raises:
-            NoExample: It follows from weights or random numbers, goes through a module, or was changed in place.
+            NoExample: It follows from weights or random numbers, goes through a module with weights or one of the user's, or
+                was changed in place.
         """
         if any(draws(other) for other in cone(node)):
             raise NoExample(f"{node_words(node)} is drawn at random")
@@ -127,7 +133,7 @@ class Examples:
             return self._inputs[str(node.target)].detach().clone()
         if node.op == "get_attr" and str(node.target) in self._constants:
             return self._constants[str(node.target)]
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method") and "stateless" not in node.meta:
             raise NoExample(f"{node_words(node)} is a weight or a module's result")
         args, kwargs = filled_argument((node.args, node.kwargs), known, self._number)
         context: CallContext | None = node.meta.get("context")
@@ -162,7 +168,9 @@ def filled_argument(value: Any, values: Mapping[fx.Node, Any], number: Callable[
 
 
 def call_function_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Returns the result of a node's function or method for other arguments."""
+    """Returns the result of a node's function, method or module without weights for other arguments."""
+    if node.op == "call_module":
+        return node.meta["stateless"](*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

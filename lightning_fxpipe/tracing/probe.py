@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import (
+    FakeTensor,
     depends_on_data,
     outside_fakes,
     size_hint,
@@ -31,6 +33,7 @@ from lightning_fxpipe._compat.torch import (
 )
 from lightning_fxpipe.pytree.structure import Structure, Template
 from lightning_fxpipe.reporting.wording import error_words
+from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.user_code.exchange import exchanged_tensors
 from lightning_fxpipe.user_code.writes import Writes
 
@@ -181,6 +184,31 @@ class Probe:
         after = Template.of((result, args, kwargs))
         given = {id(value): tensor for value, tensor in zip(values, self.template.tensors, strict=True)}
         return _Run(after.structure, after.tensors, tuple(given.get(id(tensor)) for tensor in after.tensors))
+
+
+def result_of_function(
+    function: Callable[..., Any], arguments: Template, example: Example, because: Exception | None = None
+) -> Any:
+    """Returns the result of a function that cannot run on fakes.
+
+    Args:
+        function: The function.
+        arguments: Its (args, kwargs); where there are no fakes among them, it is called as it is.
+        example: As in :class:`Probe`.
+        because: Why it cannot.
+
+    Raises:
+        RecordError: It cannot run on made-up data either.
+    """
+    if not any(isinstance(tensor, FakeTensor) for tensor in arguments.tensors):
+        args, kwargs = arguments.fill(arguments.tensors)
+        return function(*args, **kwargs)
+    call = partial(without_module, function)
+    try:
+        result, *_ = Probe(call=call, module=nn.Module(), template=arguments, example=example).result()
+    except ProbeFailed as failure:
+        raise RecordError(f"{getattr(function, '__name__', function)} needs values: {failure}") from because
+    return result
 
 
 def without_module(function: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:

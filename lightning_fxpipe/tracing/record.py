@@ -43,8 +43,8 @@ from lightning_fxpipe.tracing.inner_results import InnerCalls
 from lightning_fxpipe.tracing.kept_state import KeptState
 from lightning_fxpipe.tracing.known_calls import Known, KnownCalls, Question
 from lightning_fxpipe.tracing.made_tensors import MadeTensors
-from lightning_fxpipe.tracing.probe import Probe, ProbeFailed, without_module
-from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
+from lightning_fxpipe.tracing.probe import Probe, ProbeFailed, result_of_function
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings, is_torch_leaf
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
 from lightning_fxpipe.tracing.set_between import SetBetween
 from lightning_fxpipe.tracing.shared_state import SharedState
@@ -62,7 +62,7 @@ from lightning_fxpipe.tracing.torch_calls import (
     watch_mutation,
 )
 from lightning_fxpipe.tracing.value_looks import Looks
-from lightning_fxpipe.user_code.calls import classes_with_own_call
+from lightning_fxpipe.user_code.calls import classes_with_own_call, is_scripted
 from lightning_fxpipe.user_code.exchange import OwnAttributes, with_assigned_tensors
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.kinds import is_users
@@ -123,7 +123,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 self.known_calls.note_draw()
             self._inner_calls.note_call(func, args)
             self.in_place.note_call(func, args, kwargs)
-            result = shape_only(func, args)(*args, **kwargs)
+            function = partial(self._scripted, func) if is_scripted(func) else shape_only(func, args)
+            result = function(*args, **kwargs)
             self.state_reads.note((args, kwargs), result)
         else:
             result = self._record_function(func, args, kwargs)
@@ -180,15 +181,16 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def _result_of_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function on fakes or, where its kernel needs values, on made-up data."""
+        if is_scripted(func):
+            return self._scripted(func, *args, **kwargs)
         try:
             return call_on_fakes(shape_only(func, args), args, kwargs)
         except NEEDS_VALUES as error:
-            call, template = partial(without_module, func), self._template_of((args, kwargs))
-            try:
-                result, *_ = Probe(call=call, module=nn.Module(), template=template, example=self._example).result()
-            except ProbeFailed as failure:
-                raise RecordError(f"{getattr(func, '__name__', func)} needs values: {failure}") from error
-            return result
+            return result_of_function(func, self._template_of((args, kwargs)), self._example, error)
+
+    def _scripted(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # On fakes it would fix their sizes for good.
+        return result_of_function(func, self._template_of((args, kwargs)), self._example)
 
     # ------------------------------------------------------------------ module calls
 
@@ -329,6 +331,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         returned = (result, (*sides.values(), *taken)) if sides or taken else result
         node = self._append("call_module", path, node_args, node_kwargs, path, mutated, returned)
         node.meta["inner_results"] = places
+        if not (own or in_place or has_hooks(module)) and is_torch_leaf(path, module):
+            node.meta["stateless"] = module
         if sides:
             node.meta["sides"] = tuple(sides)
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})

@@ -44,3 +44,8 @@ class RecorderSettings:
     before: Snapshot | None = None
     begin_region: Callable[[], None] = lambda: None
     number_argument: Callable[[CallArgument, Any], Any] = lambda place, value: value
+
+
+def is_torch_leaf(path: str, module: nn.Module) -> bool:
+    """The finest granularity, ``torch.fx.Tracer``'s own: torch.nn modules stay whole, but for Sequential."""
+    return module.__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)

@@ -37,6 +37,7 @@ from lightning_fxpipe.tracing.held_tensors import HeldTensors
 from lightning_fxpipe.tracing.number_arguments import without_numbers
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
+from lightning_fxpipe.tracing.recorder_settings import is_torch_leaf
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError, lessons_first
 from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import StepRecord
@@ -230,11 +231,6 @@ class TracedRegion:
         """Returns True if the graph computes this call, as long as the modules' plain attributes are those of the trace."""
         signature, shapes = sign(self.root, call)
         return signature == self.signature and self.bind_sizes(shapes) is not None
-
-
-def is_torch_leaf(path: str, module: nn.Module) -> bool:
-    """The finest granularity, ``torch.fx.Tracer``'s own: torch.nn modules stay whole, but for Sequential."""
-    return module.__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 
 def trace_region(

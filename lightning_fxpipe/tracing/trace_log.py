@@ -82,8 +82,9 @@ class TraceLog:
             counter["the first call"] += 1
             return
         alike = [traced for traced in before if traced.signature == made.signature]
-        changes = _changes((alike or before)[-1], made, varying)
-        repeats = any(counter[what] for what in changes)
+        of_this_call = [traced for traced in before if _call_of(traced) == _call_of(made)]  # a step may make several
+        changes = _changes((alike or of_this_call or before)[-1], made, varying)
+        repeats = any(counter[what] for what in changes) and bool(of_this_call)
         message = f"{made.step} was retraced in {made.seconds:.1f} s: {'; '.join(changes.values())}."
         (self.inform if repeats else self._detail)(message)
         counter.update(changes.keys())
@@ -94,6 +95,10 @@ class TraceLog:
                 f"{made.step} has been traced {MANY_TRACES} times, {times} times because of {what}. The last one took "
                 f"{made.seconds:.1f} s. To avoid a trace for every new value, {todo}"
             )
+
+
+def _call_of(made: Traced) -> tuple[str, str | None]:
+    return made.signature.label, made.signature.path
 
 
 def input_names(call: Recordable) -> tuple[str, ...]:

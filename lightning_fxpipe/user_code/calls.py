@@ -29,6 +29,11 @@ def classes_with_own_call(modules: Iterable[nn.Module]) -> set[type[nn.Module]]:
     return {base for base in bases if "__call__" in vars(base) and issubclass(base, nn.Module) and base is not nn.Module}
 
 
+def is_scripted(func: Callable[..., Any]) -> bool:
+    """Returns True if a function is one that :func:`calls_through` gives a mode in place of a ``torch.jit.ScriptFunction``."""
+    return getattr(func, "__qualname__", "").startswith(f"{calls_through.__qualname__}.") and func.__name__ == "script_function"
+
+
 class CallMode(Protocol):
     """A ``TorchFunctionMode`` that is shown module calls, too."""
 
@@ -53,7 +58,7 @@ def calls_through(mode: CallMode) -> Iterator[None]:
     """Runs the block under ``mode``, with the other calls routed through it."""
     original_call = nn.Module.__call__
     original_apply = vars(torch.autograd.Function)["apply"]  # bound by itself: a classmethod, since 2.14 one in C
-    original_from_numpy = torch.from_numpy
+    original_from_numpy, original_script_call = torch.from_numpy, vars(torch.jit.ScriptFunction)["__call__"]
 
     def routed(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +75,13 @@ def calls_through(mode: CallMode) -> Iterator[None]:
             return autograd_function(*args, **kwargs)
         return mode.__torch_function__(autograd_function, (), args, kwargs)
 
+    def script_call(scripted: torch.jit.ScriptFunction[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        # Neither does TorchScript; and generated code cannot name an object of that class.
+        def script_function(*args: Any, **kwargs: Any) -> Any:
+            return original_script_call(scripted, *args, **kwargs)
+
+        return mode.__torch_function__(script_function, (), args, kwargs)
+
     def from_numpy(array: Any) -> Any:
         return mode.__torch_function__(original_from_numpy, (), (array,))
 
@@ -78,6 +90,7 @@ def calls_through(mode: CallMode) -> Iterator[None]:
         # A class with a ``__call__`` of its own does more there than run its forward: that belongs to the call.
         *((cls, "__call__", routed(vars(cls)["__call__"])) for cls in mode.classes_with_own_call()),
         (torch.autograd.Function, "apply", classmethod(apply)),
+        (torch.jit.ScriptFunction, "__call__", script_call),
         (torch, "from_numpy", from_numpy),
     )
     with patched_attributes(*patches), mode:
