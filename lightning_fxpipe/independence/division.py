@@ -70,14 +70,22 @@ def divide(traced: TracedRegion) -> Division:
 
 
 def calls_of_unknown_size(traced: TracedRegion) -> frozenset[fx.Node]:
-    """Returns the calls whose results have sizes that depend on values, and all that follow from them."""
+    """Returns the calls whose results have sizes that depend on values, and all that follow from them. The containers that
+    these get are made by them, too: nothing but tensors crosses a cut.
+    """
     found: set[fx.Node] = set()
-    groups, _ = group_calls(traced.graph)
-    for group in groups:
-        values = (node.meta.get("val") for node in group)
-        follows = any(operand in found for node in group for operand in node.all_input_nodes)
-        if follows or not all(has_known_size(value) for value in values if isinstance(value, Tensor)):
-            found.update(group)
+    groups, position_of = group_calls(traced.graph)
+    num_before = -1
+    while len(found) > num_before:
+        num_before = len(found)
+        for group in groups:
+            values = (node.meta.get("val") for node in group)
+            follows = any(operand in found for node in group for operand in node.all_input_nodes)
+            if follows or not all(has_known_size(value) for value in values if isinstance(value, Tensor)):
+                found.update(group)
+        operands = {operand for node in found for operand in node.all_input_nodes if operand in position_of}
+        containers = {operand for operand in operands if not isinstance(operand.meta.get("val"), Tensor)}
+        found.update(node for operand in containers for node in groups[position_of[operand]])
     return frozenset(found)
 
 

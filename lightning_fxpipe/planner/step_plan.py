@@ -173,10 +173,12 @@ def make_planned(
     check_rule(rule, module)
     num_stages = rule.num_stages
 
-    def of_region() -> Planned:
-        batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
+    def of_samples(batch: Any, size: int, rule: CutRule) -> Planned:
         found = regions(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
         return plan_regions(module, found, rule=rule)
+
+    def of_region() -> Planned:
+        return plan_of_microbatch(of_samples, example_batch, rule, num_microbatches, num_stages, batch_dim)
 
     def jointly() -> PartitionPlan:
         step = StepCall.of_training(module, example_batch)
@@ -185,6 +187,44 @@ def make_planned(
     planned = region_or_joint_plan(module, of_region, jointly, rule) if hasattr(module, "training_step") else of_region()
     plan = dataclasses.replace(planned.plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
     return dataclasses.replace(planned, plan=plan)
+
+
+def plan_of_microbatch(
+    plan: Callable[[Any, int, CutRule], Planned],
+    batch: Any,
+    rule: CutRule,
+    num_microbatches: int | None,
+    num_ranks: int,
+    batch_dim: int,
+) -> Planned:
+    """A plan for a step as one region, made with the first microbatch.
+
+    Where the step cannot be traced with part of a batch, as with layers that have the size of the batch, it is made with all
+    of it; batches are not split then.
+
+    Args:
+        plan: Makes the plan from samples, their number, and where the graph is to be cut.
+        batch: The batch.
+        rule: Where the graph is to be cut.
+        num_microbatches: Of a batch; None for the default.
+        num_ranks: In the pipeline.
+        batch_dim: Dimension of the batch in its tensors.
+    """
+    part, size = first_microbatch(batch, num_microbatches, num_ranks, batch_dim)
+    try:
+        return plan(part, size, rule)
+    except NoModelCall:
+        raise
+    except TraceError as error:
+        total = count_samples(batch, num_microbatches, batch_dim).num_samples
+        if size == total:
+            raise
+        load = None if rule.load is None else dataclasses.replace(rule.load, scale=rule.load.scale * size / total)
+        try:
+            return plan(batch, total, dataclasses.replace(rule, load=load))
+        except FxPipeError:
+            logger.debug("The step cannot be traced with the whole batch either", exc_info=True)
+        raise error from None
 
 
 def check_rule(rule: CutRule, module: nn.Module) -> None:

@@ -35,7 +35,7 @@ from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any
 from lightning_fxpipe.tracing.signals import MustStayWhole, RecordError
 from lightning_fxpipe.tracing.span import run_step, step_name
 from lightning_fxpipe.tracing.torch_calls import LOOKS, tensors_among
-from lightning_fxpipe.tracing.value_looks import look_at_ones
+from lightning_fxpipe.tracing.value_looks import look_unrecorded
 from lightning_fxpipe.user_code.calls import calls_through, classes_with_own_call
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.objects import lasting_objects
@@ -214,7 +214,7 @@ class _Calls(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in LOOKS and isinstance(args[0], FakeTensor):
-            return look_at_ones(func, args[0])
+            return look_unrecorded(func, args[0])
         result = func(*args, **(kwargs or {}))
         if self._inside is not None:
             for tensor in tensors_among((result,)):

@@ -41,6 +41,8 @@ def report_plan(
         name = chosen.schedule if chosen else "gpipe (1f1b if memory is short)"
     if count is None and num_samples is not None:
         count = chosen.num_microbatches if chosen else default_num_microbatches(num_samples, placement.num_ranks)
+    if is_whole := num_samples is not None and plan.microbatch_size >= num_samples:  # part of a batch cannot be traced
+        count = 1
     inform(f"{plan}\n{run_words(plan, name, count, placement.by_rank)}")
     if any(stage.skipping_bytes for stage in plan.stages) and not topology.can_skip:
         inform("On these devices, tensors sent past stages are forwarded by the stages in between.")
@@ -52,4 +54,4 @@ def report_plan(
         )
         inform(str(grid))
     # The default for a single rank is one, the batch as it is.
-    report_batch_norm(module, num_microbatches or (1 if placement.num_ranks == 1 else None))
+    report_batch_norm(module, 1 if is_whole else num_microbatches or (1 if placement.num_ranks == 1 else None))

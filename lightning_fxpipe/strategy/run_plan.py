@@ -29,7 +29,13 @@ from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load, memory_of_e
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.recompute_rule import ActivationCheckpointing, RecomputeRule
-from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, plan_jointly, region_or_joint_plan
+from lightning_fxpipe.planner.step_plan import (
+    check_rule,
+    must_run_jointly,
+    plan_jointly,
+    plan_of_microbatch,
+    region_or_joint_plan,
+)
 from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.own_faults import is_own_fault, own_fault_words
 from lightning_fxpipe.reporting.wording import error_words
@@ -347,16 +353,21 @@ class _Trial:
     def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool], rule: CutRule) -> Planned:
         """A plan for the step as one region; ``fallback`` tells what is a model where it cannot run without data."""
         options = self.options
-        microbatch, size = first_microbatch(batch, options.num_microbatches, self.placement.num_ranks, options.batch_dim)
-        found = first_regions(
-            self.module,
-            partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
-            batch_size=size,
-            batch_dim=options.batch_dim,
-            device=self.device,
-            fallback=fallback,
+
+        def of_samples(samples: Any, size: int, rule: CutRule) -> Planned:
+            found = first_regions(
+                self.module,
+                partial(StepCall.of_step, getattr(self.module, kind.value), samples),
+                batch_size=size,
+                batch_dim=options.batch_dim,
+                device=self.device,
+                fallback=fallback,
+            )
+            return plan_regions(self.module, found, rule=rule, device=self.device)
+
+        return plan_of_microbatch(
+            of_samples, batch, rule, options.num_microbatches, self.placement.num_ranks, options.batch_dim
         )
-        return plan_regions(self.module, found, rule=rule, device=self.device)
 
     def _rule(self, batch: Any) -> CutRule:
         options, placement = self.options, self.placement

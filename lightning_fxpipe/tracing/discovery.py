@@ -43,7 +43,7 @@ from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, st
 from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import Span, TensorKey
 from lightning_fxpipe.tracing.torch_calls import DIFFERENTIATING, LOOKS
-from lightning_fxpipe.tracing.value_looks import look_at_ones
+from lightning_fxpipe.tracing.value_looks import look_unrecorded
 from lightning_fxpipe.user_code.exchange import OwnAttributes
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.placement import device_of
@@ -259,7 +259,7 @@ class _Discovery(SpanRecorder):
                 # The inputs are the second argument of `grad`; to `backward` they come by name.
                 self._check_gradient(*args[: 1 + (func is torch.autograd.grad)], **(kwargs or {}))
         if self.is_second_run and func in LOOKS and isinstance(args[0], FakeTensor) and not self._num_running:
-            return look_at_ones(func, args[0])
+            return look_unrecorded(func, args[0])
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
             if self._note_branch(func, args[0]):
                 return super().__torch_function__(func, types, args, kwargs)
@@ -268,7 +268,7 @@ class _Discovery(SpanRecorder):
             self.note_use(args[0])
             self._count += 1
             with self.pause():
-                return look_at_ones(func, args[0])
+                return look_unrecorded(func, args[0], self._example(args[0]))
         number = self._count
         result = super().__torch_function__(func, types, args, kwargs)
         if not self._is_nested and func in LOOKS and not isinstance(result, SYMBOLIC_TYPES):

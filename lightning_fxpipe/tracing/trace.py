@@ -467,8 +467,6 @@ def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | N
         where=f"{call.label}, {source or 'source unknown'}",
         observed=reason,
         expected="code that runs on one device and does not read tensor values at this level",
-        todo="If the same error occurs on one device, fix that first. If the code needs all samples of a batch, such as layers "
-        "whose size is their number, set FxPipeStrategy(num_microbatches=1). Otherwise move the code into a submodule, which "
-        "is not split if it cannot be traced. Store a tensor that one call passes to another in an attribute, not in a list or "
-        "dict.",
+        todo="If the same error occurs on one device, fix that first. Otherwise move the code into a submodule, which is not "
+        "split if it cannot be traced. Store a tensor that one call passes to another in an attribute, not in a list or dict.",
     )

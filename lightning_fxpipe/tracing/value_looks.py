@@ -87,8 +87,8 @@ def _answer(function: Callable[..., Any], value: Tensor) -> Any:
     return answer.tolist() if function in (Tensor.numpy, Tensor.__array__) else answer
 
 
-def look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
-    """Returns what code that looks at a tensor without data sees."""
+def look_unrecorded(func: Callable[..., Any], tensor: Tensor, example: Tensor | None = None) -> Any:
+    """Returns what code that looks at a tensor without data sees: the traced call's value, or ones where that is unknown."""
     shape = [size_hint(size) for size in tensor.shape]
     with outside_fakes():
-        return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))
+        return LOOKS[func](torch.ones(shape, dtype=tensor.dtype) if example is None else example)
