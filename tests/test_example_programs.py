@@ -50,6 +50,17 @@ def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str)
     assert (folder / "checkpoints" / "last.ckpt").is_file()
 
 
+def test_the_step_that_is_taken_apart_equals_one_device() -> None:
+    program = EXAMPLES / "anatomy.py"
+    assert len(program.read_text().splitlines()) <= 150  # read in one sitting
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    sections = re.findall(r"^--- (\d)", run.stdout, re.MULTILINE)
+    assert sections == ["1", "2", "3", "3", "4", "5", "6"]
+    assert "rank 0, 0F0: receives 0, sends 1" in run.stdout
+    assert len(re.findall("the gradient of .* is that of one device", run.stdout)) == 8
+
+
 def test_the_program_ends_well_where_no_validation_has_run(tmp_path: Path) -> None:
     printed = train(tmp_path, "fit", "lm_fxpipe.yaml", "--trainer.max_steps=2", "--trainer.devices=1")
     assert "No validation has run to its end" in printed
