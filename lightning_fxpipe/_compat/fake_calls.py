@@ -9,7 +9,7 @@ earlier one, for which nothing is calculated but the size of its memory. torch 2
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from lightning_fxpipe._compat.modes import TorchDispatchMode, unwatched_torch
+from lightning_fxpipe._compat.modes import TorchDispatchMode
 from lightning_fxpipe._compat.operators import is_writing, written_arguments
 
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
@@ -167,11 +167,7 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # asked twice for each operator
             return args[0].fake_device
-        # TorchScript calls operators past function modes, which would take torch's Python for shapes, and this, for the user's.
-        with unwatched_torch() if isinstance(func, torch._ops.OpOverload) else nullcontext():
-            return self._call(func, args, kwargs or {})
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not self._mode:  # there is data in this call
             return func(*args, **kwargs)
         if is_writing(func) and any(not isinstance(tensor, FakeTensor) for tensor in written_arguments(func, args, kwargs)):
