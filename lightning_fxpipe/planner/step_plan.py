@@ -211,20 +211,16 @@ def plan_of_microbatch(
         batch_dim: Dimension of the batch in its tensors.
     """
     part, size = first_microbatch(batch, num_microbatches, num_ranks, batch_dim)
+    total = count_samples(batch, num_microbatches, batch_dim).num_samples
     try:
         return plan(part, size, rule)
-    except NoModelCall:
-        raise
-    except TraceError as error:
-        total = count_samples(batch, num_microbatches, batch_dim).num_samples
-        if size == total:
+    except Exception as error:  # of the user's code, too
+        is_refused = isinstance(error, FxPipeError) and not isinstance(error, TraceError)
+        if size == total or is_refused or isinstance(error, NoModelCall):
             raise
-        load = None if rule.load is None else dataclasses.replace(rule.load, scale=rule.load.scale * size / total)
-        try:
-            return plan(batch, total, dataclasses.replace(rule, load=load))
-        except FxPipeError:
-            logger.debug("The step cannot be traced with the whole batch either", exc_info=True)
-        raise error from None
+        logger.debug("The step cannot be traced with %d of %d samples", size, total, exc_info=True)
+    load = None if rule.load is None else dataclasses.replace(rule.load, scale=rule.load.scale * size / total)
+    return plan(batch, total, dataclasses.replace(rule, load=load))
 
 
 def check_rule(rule: CutRule, module: nn.Module) -> None:

@@ -430,4 +430,6 @@ def _mixing(division: Division) -> str:
 def _sides_of(traced: TracedRegion) -> frozenset[Path]:
     """Places of the tensors that modules leave as attributes, which are results of the region."""
     calls = () if traced.record is None else traced.record.calls
-    return frozenset((*path_of(path), ("attribute", name)) for call in calls for path, name, _ in call.sides)
+    places = {(path, name) for call in calls for path, name, _ in call.sides}
+    places |= {(traced.signature.path or "", name) for name in traced.left}
+    return frozenset((*path_of(path), ("attribute", name)) for path, name in places)

@@ -36,7 +36,7 @@ class StageTrace:
         or is recorded, and leaves tensors.
         """
         if self.span is None or self.traced.record is None:
-            return frozenset()
+            return frozenset({self.traced.signature.path or ""} if self.traced.left else ())
         leaving = {path for call in self.traced.record.calls for path, *_ in call.sides}
         return self.span.transparent.union(leaving.intersection(self.traced.opened))
 

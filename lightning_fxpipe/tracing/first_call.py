@@ -5,7 +5,7 @@
 
 The code of an opened module runs while it is recorded, and never again; so what it sets would be missing afterwards. Where that
 follows from constants alone, the model gets it, with values, before it is recorded once more. A module that sets the same again
-then does so in every call, and has to stay whole.
+then does so in every call, and has to stay whole. Tensors that the region's own module leaves in attributes are results of it.
 """
 
 from __future__ import annotations
@@ -79,6 +79,27 @@ class FirstCalls:
         self._num_rounds = 0
         self.paths.clear()
         self._values.clear()
+
+
+def tensors_left(own: Snapshot, read: Collection[str], is_made: Callable[[Tensor], bool]) -> dict[str, Any]:
+    """The attributes that the forward of a region's module sets to new tensors, or containers of them, and does not read.
+
+    They are results like any other.
+
+    Args:
+        own: What the module was.
+        read: Names of the attributes that recorded code has read.
+        is_made: Returns True for a tensor that the graph has.
+    """
+    found = {}
+    for place in own.differences():
+        kind, name = place.path[1] if len(place.path) == 2 else ("", None)
+        if kind == "attribute" and isinstance(name, str) and name not in read:
+            with suppress(NotFillable):
+                tensors = Template.of(place.value).tensors
+                if tensors and all(map(is_made, tensors)):
+                    found[name] = place.value
+    return found
 
 
 def settle_changes(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.errors import FxPipeError, TraceError
 from lightning_fxpipe.user_code.frames import user_source
 
 if TYPE_CHECKING:
@@ -33,6 +33,16 @@ class RecordError(BaseException):
 
 class HiddenTensor(RecordError):
     """A tensor is used that no recorded call has made."""
+
+    def refusal(self, label: str) -> TraceError:
+        """Returns the error for a step, called ``label``, that uses it after the region."""
+        return TraceError(
+            f"{label} uses a tensor that the model stored outside its results during its call.",
+            where=self.source,
+            observed="a tensor that is neither a result of the call nor an attribute of a module",
+            expected="only results, or attributes that the model's forward sets",
+            todo="Return the tensor from the model's forward, or store it as an attribute of the module that computes it.",
+        )
 
 
 class MustStayWhole(BaseException):

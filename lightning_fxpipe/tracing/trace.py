@@ -29,7 +29,7 @@ from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.tracing.code_guards import code_guards, functions_read
 from lightning_fxpipe.tracing.confirmation import Recording, check_deterministic
 from lightning_fxpipe.tracing.fake_run import fake_run
-from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
+from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes, tensors_left
 from lightning_fxpipe.tracing.graph_writer import erase_unused
 from lightning_fxpipe.tracing.guards import GuardKey, failed_guards, name_of_guard
 from lightning_fxpipe.tracing.held_numbers import CallArgument, HeldNumbers, NumberPlace
@@ -69,6 +69,7 @@ class TracedRegion:
     varying: DimGroups  # dimensions besides the batch whose sizes are symbols
     output_structure: Structure = field(repr=False)
     output_sizes: tuple[Any, ...]  # sizes in the result that are no part of a tensor
+    left: tuple[str, ...]  # attributes that the region's module sets, to values that are the last part of the result
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
     held: HeldTensors = field(repr=False)
     world: FakeWorld = field(repr=False)
@@ -166,7 +167,9 @@ class TracedRegion:
         return template.tensors if template.structure == self.signature.structure else None
 
     def result(self, outputs: Sequence[Any], sizes: Mapping[Any, int] | None = None) -> Any:
-        """Returns the module's result, of its own type, from the graph's outputs and the values of the symbols."""
+        """Returns the module's result, of its own type, from the graph's outputs and the values of the symbols. Sets what the
+        module's forward leaves in its attributes.
+        """
         made = dict(zip(self.wanted, outputs, strict=True))
         values = [
             made[index] if index in made else Unsent.with_name(f"Tensor {index} in the result of {self.signature.label}")
@@ -174,7 +177,13 @@ class TracedRegion:
         ]
         known = self.values(sizes or {})
         numbers = [size.value(known) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
-        return self.output_structure.fill(values, numbers)
+        filled = self.output_structure.fill(values, numbers)
+        if not self.left:
+            return filled
+        result, values_left = filled
+        for name, value in zip(self.left, values_left, strict=True):
+            setattr(self.root.get_submodule(self.signature.path or ""), name, value)
+        return result
 
     def is_current(self) -> bool:
         """True if recorded code would read the same as when it was recorded. Gives the stages the tensors of now."""
@@ -347,15 +356,17 @@ def _record(
             own = Snapshot({}) if call.opened_path is None else state_of_opened(root.get_submodule(call.opened_path))
             everything = user_state(root) if learned.watches_state else None
         watches = [own] if everything is None else [own, everything]
+        left: Mapping[str, Any] = {}
 
         def settle() -> None:
             """Decides about what the recorded code has set."""
             if recorder.shared_state.is_trying:  # modules found something else
                 return
             with recorder.pause():
-                recorder.note_changes(call.opened_path or "", own.changed_names(recorder.sides_below(call.opened_path or "")))
+                path = call.opened_path or ""
+                recorder.note_changes(path, own.changed_names({*recorder.sides_below(path), *left}))
                 if everything is not None:
-                    changed, sides = recorder.changed_by_opened, recorder.sides
+                    changed, sides = recorder.changed_by_opened, {*recorder.sides, *((path, name) for name in left)}
                     settle_changes(changed, everything, sides, learned.given, recorder.constant, partial(_line_of, root))
 
         def check_shared_state(result: Any = None) -> None:
@@ -380,13 +391,17 @@ def _record(
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
             check_shared_state(result)
+            if call.opened_path is not None:
+                with recorder.pause():
+                    read = {key[1] for key in recorder.attributes_read if isinstance(key, tuple) and key[0] == call.opened_path}
+                    left = tensors_left(own, read, recorder.has)
             settle()
             if opened is not None:
                 _open_branching(recorder, learned)
             if (refusal := recorder.in_place.refusal or recorder.state_reads.refusal) is not None:
                 raise refusal
             check_values_read(root, recorder.attributes_read, recorder.left_values, call.label)
-            output = _taken_apart(result, run.lasting)
+            output = _taken_apart((result, [*left.values()]) if left else result, run.lasting)
             # While what the step has set before is there.
             functions = (call.code(root), *functions_read(root, recorder.attributes_read))
             read_elsewhere: Mapping[GuardKey, Any] = code_guards(root, actually_opened, functions=functions)
@@ -409,6 +424,7 @@ def _record(
         varying=call.varying,
         output_structure=output.structure,
         output_sizes=tuple(as_size(size) for size in output.sizes),
+        left=tuple(left),
         wanted=chosen,
         held=HeldTensors(root, recorder.graph, recorder.constants),
         world=run.world,

@@ -260,6 +260,31 @@ class FadesIn(WithLayers):
         self.backbone.scale = (1.0, 1.0, 0.3, 0.6, 1.0, 0.5)[batch_idx]  # type: ignore[assignment]
 
 
+class LeavesTensors(Net):
+    """The root's forward leaves tensors for the step and hooks; what the step does before needs values, so it runs as it is."""
+
+    shuffle = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.backbone(x)
+        self.hidden = hidden
+        self.weights = {"softmax": hidden.softmax(-1), "unused": None}
+        return self.head(hidden)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        chosen = torch.nonzero(batch[0][:, 0] > -9).squeeze(-1)
+        order = torch.from_numpy(np.argsort(chosen.numpy()[::-1]).copy())
+        x, y = batch[0][order], batch[1][order]
+        return nn.functional.cross_entropy(self(x), y) + self.weights["softmax"].square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("hidden", self.hidden.detach().square().mean())
+
+
+def left(trainer: Any, module: Any, folder: Path) -> Any:
+    return module.hidden.tolist(), {name: value if value is None else value.tolist() for name, value in module.weights.items()}
+
+
 def kept(trainer: Any, module: Any, folder: Path) -> Any:
     return [np.asarray(getattr(module.backbone, name)).tolist() for name in module.backbone.kept if name != "totals"] + [
         dict(getattr(module.backbone, "totals", {}))
@@ -269,7 +294,11 @@ def kept(trainer: Any, module: Any, folder: Path) -> Any:
 RUNS = {
     kind.__name__: Run(module=module_with(kind), look=kept, strategy={"num_microbatches": 1}, calls=("fit", "validate"))
     for kind in (*_KINDS, Compiled)
-} | {"fades in": Run(module=FadesIn, strategy={"num_microbatches": 1})}
+} | {
+    "fades in": Run(module=FadesIn, strategy={"num_microbatches": 1}),
+    "leaves tensors": Run(module=LeavesTensors, calls=("fit", "validate")),
+    "leaves tensors, 1F1B": Run(module=LeavesTensors, look=left, strategy={"num_microbatches": 2, "schedule": "1f1b"}),
+}
 
 
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:

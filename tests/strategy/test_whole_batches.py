@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,23 @@ class MixesItself(Model):
         return self.last(self.mix(self.first(batch["x"]).T).T.tanh()).squeeze(-1)
 
 
+class AddsItsState(Model):
+    """The step adds what the last batch has left: that is as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(NUM_SAMPLES, WIDTH)
+
+    def forward(self, batch: Any) -> Tensor:
+        hidden = self.first(batch["x"] + self.state).tanh()
+        return self.last(hidden).squeeze(-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"][torch.from_numpy(np.argsort(torch.nonzero(batch["x"][:, 0] > -9).squeeze(-1).numpy()))]
+        self.state = x.detach() / 2
+        return super().training_step(batch | {"x": x + self.state}, batch_idx)
+
+
 class Pools(nn.Module):
     """Writes a result into the dict that it gets, as long as the last of the groups says."""
 
@@ -106,6 +124,7 @@ def _fit(kind: type[Model], **options: Any) -> tuple[Model, Recorder]:
         (Model, {"num_microbatches": 2}),
         (Model, {"num_microbatches": 2, "schedule": "1f1b"}),
         (MixesItself, {"num_microbatches": 2}),
+        (AddsItsState, {"num_microbatches": 2}),
         (PoolsGroups, {"num_microbatches": 1}),
     ],
 )
@@ -134,11 +153,11 @@ def test_a_plan_is_made_of_the_whole_batch_where_part_of_it_cannot_be_traced() -
     assert make_plan(Model(), batch, num_stages=2, num_microbatches=2).microbatch_size == NUM_SAMPLES
 
 
-def test_an_error_that_the_whole_batch_has_too_is_that_of_the_microbatch() -> None:
+def test_an_error_that_the_whole_batch_has_too_is_told_of_that() -> None:
     class Fails(Model):
         def forward(self, batch: Any) -> Tensor:
             raise KeyError(f"{len(batch['x'])} samples")
 
     (batch, *_) = _batches(Model)
-    with pytest.raises(Exception, match="2 samples"):
+    with pytest.raises(Exception, match="4 samples"):
         make_plan(Fails(), batch, num_stages=2, num_microbatches=2)
