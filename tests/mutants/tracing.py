@@ -17,6 +17,62 @@ _ALIKE = "test_blocks_are_answered_where_all_that_they_read_is_alike"
 
 MUTANTS = [
     Mutant(
+        "tracing/examples.py",
+        '    target = type(node.meta["stateless"]) if "stateless" in node.meta else node.target\n',
+        "    target = node.target\n",
+        ("tracing/test_value_looks.py::test_one_that_draws_or_has_weights_gives_none",),
+        "a branch is recorded for numbers that a layer of torch has drawn for it alone",
+    ),
+    Mutant(
+        "tracing/examples.py",
+        ' and "stateless" not in node.meta:\n',
+        ":\n",
+        ("tracing/test_value_looks.py::test_a_module_of_torch_without_parameters_gives_a_known_value",),
+        "steps that look at padded inputs are refused",
+    ),
+    Mutant(
+        "user_code/calls.py",
+        '        (torch.jit.ScriptFunction, "__call__", script_call),\n',
+        "",
+        ("strategy/test_scripted_functions.py::test_their_sizes_may_change",),
+        "a forward that calls a function of torch.jit.script is not cut",
+    ),
+    Mutant(
+        "tracing/record.py",
+        "            return self._scripted(func, *args, **kwargs)\n",
+        "            return func(*args, **kwargs)\n",
+        ("strategy/test_scripted_functions.py::test_their_sizes_may_change",),
+        "a function of torch.jit.script fixes the number of samples",
+    ),
+    Mutant(
+        "tracing/first_call.py",
+        "and name not in read:\n",
+        "and name:\n",
+        ("tracing/test_first_call.py::test_those_that_its_next_call_reads_are_none",),
+        "a forward reads what its first call has found, in every call",
+    ),
+    Mutant(
+        _TRACE,
+        '            setattr(self.root.get_submodule(self.signature.path or ""), name, value)\n',
+        "            pass\n",
+        ("tracing/test_first_call.py::test_tensors_that_the_called_module_leaves_are_results",),
+        "hooks read what the last step but one has left",
+    ),
+    Mutant(
+        _DIVISION,
+        "        found.update(node for operand in containers for node in groups[position_of[operand]])\n",
+        "",
+        ("strategy/test_whole_batches.py::test_steps_equal_one_device",),
+        "a size that follows from values, in a container, is refused",
+    ),
+    Mutant(
+        "planner/step_plan.py",
+        "        if size == total or is_refused or isinstance(error, NoModelCall):\n",
+        "        if True:\n",
+        ("strategy/test_whole_batches.py::test_a_plan_is_made_of_the_whole_batch_where_part_of_it_cannot_be_traced",),
+        "a model with layers of the size of the batch is refused",
+    ),
+    Mutant(
         "tracing/tensors_in_place.py",
         "                changed |= elsewhere\n",
         "",

@@ -140,4 +140,6 @@ def test_their_sizes_may_change() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*single microbatch")
         for kind in (InForward, InBlocks):
-            _fit(kind, strategy=FxPipeStrategy(num_stages=2, num_microbatches=2))
+            strategy = FxPipeStrategy(num_stages=2, num_microbatches=2)
+            _fit(kind, strategy=strategy)
+            assert not strategy.plan.joint_reason

@@ -150,7 +150,9 @@ def test_what_is_said_is_what_runs(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_plan_is_made_of_the_whole_batch_where_part_of_it_cannot_be_traced() -> None:
     (batch, *_) = _batches(Model)
-    assert make_plan(Model(), batch, num_stages=2, num_microbatches=2).microbatch_size == NUM_SAMPLES
+    plan = make_plan(Model(), batch, num_stages=2, num_microbatches=2)
+    assert plan.microbatch_size == NUM_SAMPLES
+    assert not plan.joint_reason
 
 
 def test_an_error_that_the_whole_batch_has_too_is_told_of_that() -> None:

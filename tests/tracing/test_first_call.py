@@ -339,3 +339,34 @@ def test_what_is_set_on_the_first_call_stays_when_the_step_before_it_is_undone(k
     assert step.num_steps == 0
     assert traced.is_current()
     assert covers(traced, region)
+
+
+class Leaves(nn.Module):
+    """Leaves tensors in attributes that it does not read."""
+
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.reads = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), reads
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.reads and self.kept is not None:
+            hidden = hidden + self.kept["hidden"].detach()
+        self.kept = {"hidden": hidden, "else": 3}
+        return self.last(hidden)
+
+
+def test_tensors_that_the_called_module_leaves_are_results() -> None:
+    module, x = Leaves(), batch()
+    traced = trace_region(module, call_of(x))
+    assert module.kept is None
+    hidden, last = torch.zeros(1), torch.ones(1)
+    assert traced.result([last, hidden]) is last
+    assert module.kept == {"hidden": hidden, "else": 3}
+    assert module.kept["hidden"] is hidden
+
+
+def test_those_that_its_next_call_reads_are_none() -> None:
+    with pytest.raises(TraceError, match=r"its forward changes self\.kept"):
+        trace_region(Leaves(reads=True), call_of(batch()))

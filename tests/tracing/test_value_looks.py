@@ -76,6 +76,29 @@ def test_the_code_sees_what_the_inputs_give(name: str) -> None:
         torch.testing.assert_close(computed(traced, call, module), module(*call.args))
 
 
+class Pads(nn.Module):
+    """Looks at what a parameter-free module of torch makes of the inputs."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(3, 3), nn.Linear(3, 3), between
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.first(x)) * int(self.between(lengths.float()[None]).sum())
+
+
+def test_a_module_of_torch_without_parameters_gives_a_known_value() -> None:
+    module = Pads(nn.ConstantPad1d((0, 1), 2.0))
+    call = call_of(2, 1, 3)
+    torch.testing.assert_close(computed(trace_region(module, call), call, module), module(*call.args))
+
+
+@pytest.mark.parametrize("between", [nn.Dropout(0.5), nn.RReLU(), nn.PReLU()], ids=lambda module: type(module).__name__)
+def test_one_that_draws_or_has_weights_gives_none(between: nn.Module) -> None:
+    with pytest.raises(TraceError, match="not known in advance"):
+        trace_region(Pads(between), call_of(2, 1, 3))
+
+
 def test_a_module_inside_stays_whole_where_no_cut_must_fall_into_it() -> None:
     traced = trace_region(Around(Looks(LOOKS["int"])), call_of(1, 2, 3), opened=("inner",), answers_looks=False)
     assert traced.kept_whole["inner"].startswith("its Python reads values that depend on the inputs, ")
