@@ -98,14 +98,27 @@ def read_stored(path: Path, reading: Reading, is_wanted: Callable[[str], bool]) 
         return StoredCheckpoint(
             format=Format.SAFETENSORS, checkpoint=weights, metadata=metadata, has_checksums=CHECKSUMS in metadata
         )
-    content = unpickled(path, str(path), reading)
-    with damage_told(str(path)):
+    stored = stored_of(unpickled(path, str(path), reading), str(path), is_wanted)
+    return replace(stored, has_checksums=has_checksums(path))
+
+
+def stored_of(content: Any, where: str, is_wanted: Callable[[str], bool]) -> StoredCheckpoint:
+    """Sorts the contents of a file, by whatever means it was read.
+
+    Args:
+        content: A Trainer's checkpoint, or a state dict.
+        where: The file.
+        is_wanted: As of :func:`read_stored`.
+
+    Raises:
+        FxPipeError: It is damaged, or nothing that is known.
+    """
+    with damage_told(where):
         known = _as_trainer_checkpoint(content)
         if known is None:
-            raise unknown_error(str(path), f"a {type(content).__name__}" + _some_keys(content))
+            raise unknown_error(where, f"a {type(content).__name__}" + _some_keys(content))
         kind, checkpoint = known
-        checkpoint = _without_unwanted(checkpoint, is_wanted)
-        return StoredCheckpoint(format=kind, checkpoint=checkpoint, has_checksums=has_checksums(path))
+        return StoredCheckpoint(format=kind, checkpoint=_without_unwanted(checkpoint, is_wanted))
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import lightning
@@ -25,8 +26,10 @@ from lightning_fxpipe.checkpoint.formats import (
     MODULE_STATES,
     OPTIMIZER,
     VERSION_KEY,
+    StoredCheckpoint,
     is_distributed_folder,
     read_stored,
+    stored_of,
     taken_optimizers,
     with_items,
 )
@@ -191,20 +194,40 @@ def read_checkpoint(location: Location, module: nn.Module, reading: Reading, int
     Returns:
         The checkpoint. In states of the model, tensors on the meta device stand for those of the other stages.
     """
-    expected = module.state_dict()
-    others = {fqn for fqn, value in expected.items() if _is_placeholder(value)}
     if is_folder(location):
-        return _read_folder(open_folder(location, reading), expected, others, into)
+        expected = module.state_dict()
+        return _read_folder(open_folder(location, reading), expected, _of_others(expected), into)
     with location.local_copy() as path:
-        stored = read_stored(path, reading, lambda fqn: fqn not in others)
-        if stored.format.has_weights_only and (prefix := prefix_of(stored.checkpoint["state_dict"], expected)):
-            inform(f"The names in {location.text} match the submodule {prefix.rstrip('.')}, so the weights are loaded into it.")
-            stored = read_stored(path, reading, lambda fqn: prefix + fqn not in others)
-            stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
+        return _loadable(partial(read_stored, path, reading), location.text, module)
+
+
+def checkpoint_of(content: Any, where: str, module: nn.Module) -> dict[str, Any]:
+    """Returns what a rank needs of a checkpoint that has been read whole, as :func:`read_checkpoint` does.
+
+    Args:
+        content: A Trainer's checkpoint, or a state dict.
+        where: The file that it was read from.
+        module: The module, with placeholders for other stages' tensors.
+    """
+    return _loadable(partial(stored_of, content, where), where, module)
+
+
+def _loadable(read: Callable[[Callable[[str], bool]], StoredCheckpoint], where: str, module: nn.Module) -> dict[str, Any]:
+    expected = module.state_dict()
+    others = _of_others(expected)
+    stored = read(lambda fqn: fqn not in others)
     if not stored.format.has_weights_only:
         return stored.checkpoint
-    inform(f"{location.text} contains weights only: the run starts at step 0 with a new optimizer.")
+    if prefix := prefix_of(stored.checkpoint["state_dict"], expected):
+        inform(f"The names in {where} match the submodule {prefix.rstrip('.')}, so the weights are loaded into it.")
+        stored = read(lambda fqn: prefix + fqn not in others)
+        stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
+    inform(f"{where} contains weights only: the run starts at step 0 with a new optimizer.")
     return as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
+
+
+def _of_others(expected: Mapping[str, Any]) -> set[str]:
+    return {fqn for fqn, value in expected.items() if _is_placeholder(value)}
 
 
 def is_folder(location: Location) -> bool:

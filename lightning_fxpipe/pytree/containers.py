@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.torch import SUPPORTED_NODES, tree_flatten_with_path, tree_unflatten
+from lightning_fxpipe._compat.torch import SUPPORTED_NODES, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -52,8 +52,12 @@ def container_of(value: Any) -> Container | None:
 
 
 def _pytree_of(value: Any) -> Container:
-    leaves, structure = tree_flatten_with_path(value)
-    entries = [("".join(str(key) for key in path), leaf) for path, leaf in leaves]
+    try:
+        leaves, structure = tree_flatten_with_path(value)
+        entries = [("".join(str(key) for key in path), leaf) for path, leaf in leaves]
+    except ValueError:  # a class that is registered without names of its entries
+        values, structure = tree_flatten(value)
+        entries = [(f"[{index}]", entry) for index, entry in enumerate(values)]
     return Container(entries, lambda values: tree_unflatten(list(values), structure))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -14,19 +15,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed.distributed_c10d as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background
+from lightning_fxpipe._compat.roots import in_all_roots
 from lightning_fxpipe.checkpoint.atomic import is_linked, link, recover, remove
 from lightning_fxpipe.checkpoint.locations import Location, check_seen_by_all
 from lightning_fxpipe.checkpoint.pickles import Reading
-from lightning_fxpipe.checkpoint.saving import Saver, folder_writer
+from lightning_fxpipe.checkpoint.saving import Saver, folder_writer, on_every_rank
 from lightning_fxpipe.checkpoint.single_file import file_writer, save_file_at, save_folder_at, whole_checkpoint
 from lightning_fxpipe.checkpoint.stage_state import (
     ENTRY,
+    checkpoint_of,
     entry_of,
+    is_folder,
     load_model,
     load_optimizers,
     portable_rng,
@@ -123,7 +129,19 @@ class CheckpointHooks:
     def begin_run(
         self, trainer: Trainer, session: Session, topology: Topology, optimizers: RunOptimizers
     ) -> AbstractContextManager[None]:
-        """Called once the module is in stages; returns a context for the rest of the run."""
+        """Called once the module is in stages; returns a context for the rest of the run.
+
+        Raises:
+            UnsupportedError: A plugin is to write checkpoints in a form that is none of a single device.
+        """
+        option = "save_distributed_checkpoint=True" if self._form is True else "async_save=True" if self._in_background else ""
+        if option and (plugin := plugin_of(trainer)) is not None:
+            raise UnsupportedError(
+                "Checkpoint plugins write single files, as on one device.",
+                observed=f"the plugin {type(plugin).__name__} and {option}",
+                expected="a plugin, or checkpoints that the strategy writes",
+                todo="Remove the plugin or the option.",
+            )
         self._run = _Run(session=session, topology=topology, run_optimizers=optimizers)
         return checkpoints_in_background(trainer, lambda path: self._saver.is_started(Path(path)), self._link)
 
@@ -154,7 +172,10 @@ class CheckpointHooks:
         """From here on checkpoints are saved by a new saver, whose background has a process group for itself."""
         self._group: dist.ProcessGroup | None = None
         self._has_group = False
-        self._saver = Saver(lambda: self._group)
+        self._saver = Saver(self._background_group)
+
+    def _background_group(self) -> dist.ProcessGroup | None:
+        return self._group
 
     def _make_group(self) -> None:
         """Makes the group of the ranks that write in the background, those of the first replica. Called by every rank.
@@ -229,9 +250,11 @@ class CheckpointHooks:
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, module.trainer.global_rank)
             return
-        location = Location.of(path, storage_options)
+        plugin = plugin_of(module.trainer)
+        location = None if plugin is not None else Location.of(path, storage_options)
         is_running = module.trainer.state.status == TrainerStatus.RUNNING
-        in_background = self._in_background and location.path is not None and is_running and not has_failed()
+        in_background = self._in_background and location is not None and location.path is not None
+        in_background = in_background and is_running and not has_failed()
         if in_background:
             self._make_group()
         for mine, state in zip(self._now.optimizers, checkpoint.get("optimizer_states", []), strict=False):
@@ -239,11 +262,15 @@ class CheckpointHooks:
         if not topology.replicas.is_first:
             return  # it has the same
         self._remove_linked()
-        check_seen_by_all(location, topology.num_ranks)
         names = list(module.state_dict())
         checkpoint = without_foreign_extras(checkpoint, module)
         checkpoint[ENTRY] = self._entry()
         self._check_common(checkpoint)
+        if plugin is not None:
+            self._save_by_plugin(plugin, whole_checkpoint(checkpoint, names, topology), path, storage_options)
+            return
+        assert location is not None
+        check_seen_by_all(location, topology.num_ranks)
         if self._as_folder is None:
             self._as_folder = self._needs_folder()
         if self._as_folder:
@@ -262,6 +289,17 @@ class CheckpointHooks:
             self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
             self._saver.save(location.path, write, topology.control_group)
+
+    def _save_by_plugin(
+        self, plugin: CheckpointIO, whole: dict[str, Any] | None, path: str | Path, storage_options: Any | None
+    ) -> None:
+        """The checkpoint of one device, which rank 0 has; called by every rank."""
+
+        def write() -> None:
+            if whole is not None:
+                plugin.save_checkpoint(whole, path, storage_options=storage_options)
+
+        on_every_rank(self._now.topology.control_group, write)
 
     def _needs_folder(self) -> bool:
         """True if rank 0's machine lacks the memory for the whole checkpoint of this run. Called by every rank of a replica."""
@@ -319,6 +357,10 @@ class CheckpointHooks:
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         session = self._now.session
         self._saver.wait()
+        plugin = plugin_of(session.module.trainer)
+        if plugin is not None and not (os.path.isdir(path) and is_folder(Location.of(path))):
+            self._restored_from = None
+            return checkpoint_of(plugin.load_checkpoint(path, weights_only=weights_only), str(path), session.module)
         location, rank, num_ranks = Location.of(path), self._now.topology.rank, self._now.topology.num_ranks
         check_seen_by_all(location, num_ranks)
         if location.path is not None:
@@ -355,9 +397,12 @@ class CheckpointHooks:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizers and, where a run goes on, the random generators and :attr:`seed`."""
-        assert self._restored_from is not None
-        load_optimizers(self._restored_from.location, self._restored_from.reading, checkpoint, self._now.optimizers)
-        self._check_version(self._restored_from)
+        if (source := self._restored_from) is None:  # a plugin has read it whole
+            for optimizer, state in zip(self._now.optimizers, checkpoint.get("optimizer_states") or (), strict=False):
+                optimizer.load(state, copies=True)
+        else:
+            load_optimizers(source.location, source.reading, checkpoint, self._now.optimizers)
+            self._check_version(source)
         entry = entry_of(checkpoint)
         if "rng" not in entry or self.has_trained:  # a converted checkpoint may have our entry, but not this
             return
@@ -378,9 +423,9 @@ class CheckpointHooks:
 
         Args:
             path: A path or URL.
-            otherwise: Removes one that is no folder or file of this machine, or of no module in stages.
+            otherwise: Removes one that is no folder or file of this machine, is a plugin's, or of no module in stages.
         """
-        if self._run is None or "://" in str(path):
+        if self._run is None or "://" in str(path) or plugin_of(self._run.session.module.trainer) is not None:
             self._saver.when_saved(otherwise)
         elif is_linked(Path(path)):
             self._linked.append(Path(path))
@@ -396,6 +441,12 @@ class CheckpointHooks:
         paths, self._linked = self._linked, []
         for path in paths:
             self._saver.when_saved(partial(remove, path))
+
+
+def plugin_of(trainer: Trainer) -> CheckpointIO | None:
+    """Returns the plugin that the user has given for reading and writing checkpoints; None for Lightning's own."""
+    plugin = trainer.strategy.checkpoint_io
+    return None if type(plugin) in in_all_roots(TorchCheckpointIO) else plugin
 
 
 @cache

@@ -251,6 +251,7 @@ class PipelineStrategy(ConfiguredStrategy):  # noqa: D101
         if self._session is not None:
             self._session.end_run(self._run_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
         self.cluster_environment.teardown()
+        self.checkpoint_io.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         end_run()

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Literal
 
 from fsspec.utils import get_protocol
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
@@ -395,11 +394,6 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
     yield from _precision_faults(trainer)
     if not isinstance(trainer.accelerator, (*in_all_roots(CPUAccelerator), *in_all_roots(CUDAAccelerator))):
         yield f"the accelerator {type(trainer.accelerator).__name__}", "use accelerator='gpu' with CUDA devices, or 'cpu'"
-    if type(trainer.strategy.checkpoint_io) not in in_all_roots(TorchCheckpointIO):
-        yield (
-            f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which cannot write a model that several ranks hold",
-            "remove the plugin: the strategy writes checkpoints, in the background with FxPipeStrategy(async_save=True)",
-        )
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
         if getattr(trainer.strategy, "num_processes", 1) > 1 and get_protocol(str(folder)) == "memory":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -144,12 +145,17 @@ def test_processes_started_by_hand(tmp_path: Path, nodes: int) -> None:
     assert_two_ranks(reports(tmp_path, *(start([sys.executable, path], tmp_path, **place, **rank) for rank in ranks)))
 
 
-@pytest.mark.slow
 def test_processes_that_are_spawned(tmp_path: Path) -> None:
     path = script(tmp_path, first_lines="import lightning_fxpipe")
     path.write_text(path.read_text().replace('"fxpipe"', "lightning_fxpipe.FxPipeStrategy(start_method='spawn')"))
     (line,) = reports(tmp_path, start([sys.executable, path], tmp_path))
     assert [float(number) for number in line[3:]] == pytest.approx([float(n) for n in expected()], rel=1e-5, abs=1e-5)
+
+
+def test_a_strategy_can_be_pickled_before_it_has_run() -> None:
+    """Processes that are spawned get it so, and wrappers save the Trainer's arguments; a lambda in it prevented both."""
+    copied = pickle.loads(pickle.dumps(FxPipeStrategy(num_stages=3, num_microbatches=2)))
+    assert make_trainer(strategy=copied, devices=3).strategy is copied
 
 
 def test_one_device_starts_no_process_and_runs_in_a_notebook() -> None:

@@ -159,8 +159,8 @@ MUTANTS = [
     ),
     Mutant(
         "strategy/checkpoint_hooks.py",
-        "self._restored_from.reading, checkpoint, self._now.optimizers)\n        self._check_version(self._restored_from)\n",
-        "self._restored_from.reading, checkpoint, self._now.optimizers)\n",
+        "            self._check_version(source)\n",
+        "",
         _REPLACED,
         "optimizers may be restored from another checkpoint than the weights",
     ),

@@ -9,7 +9,30 @@ _TEST_CHANNEL, _TEST_REPLICA, _TEST_SUPPORT = "ranks/test_channel.py", "distribu
 _TEST_LOG, _TEST_STATES, _TEST_WHOLE = "metrics/test_step_log.py", "metrics/test_metric_states.py", "hooks/test_whole_model.py"
 _REFUSED = f"{_TEST_SUPPORT}::test_each_is_refused_with_its_reason_and_the_way_out"
 
+_TEST_PLUGINS = "ranks/test_checkpoint_plugins.py::test_files_and_resumed_runs_are_those_of_one_device"
+
 MUTANTS = [
+    Mutant(
+        "strategy/checkpoint_hooks.py",
+        "        if plugin is not None and not (os.path.isdir(path) and is_folder(Location.of(path))):\n",
+        "        if False:\n",
+        (_TEST_PLUGINS,),
+        "a checkpoint that a plugin has written cannot be read",
+    ),
+    Mutant(
+        "strategy/strategy.py",
+        "        self.checkpoint_io.teardown()\n",
+        "",
+        (_TEST_PLUGINS,),
+        "what a plugin writes in the background may be lost at the end of a run",
+    ),
+    Mutant(
+        "pytree/containers.py",
+        "    except ValueError:  # a class that is registered without names of its entries\n",
+        "    except KeyError:\n",
+        ("pytree/test_rows.py::test_entries_without_names_are_numbered",),
+        "batches of a class that torch's pytree knows without names end the run with a traceback",
+    ),
     Mutant(
         "_compat/torch.py",
         ', (FakeTensor, "__deepcopy__", _deepcopied)',

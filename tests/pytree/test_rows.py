@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from lightning_fxpipe.microbatch.split import count_samples, plan_passes, split_batch
-from lightning_fxpipe.pytree.containers import container_of
+from lightning_fxpipe.pytree.containers import container_of, leaves_with_path
 
 
 class Rows(Mapping[str, Tensor]):
@@ -53,3 +53,25 @@ def test_a_mapping_whose_iteration_gives_rows_is_cut_into_microbatches() -> None
     assert count_samples(rows, 2).num_samples == 6
     first, second = split_batch(rows, plan_passes(6, 2))
     assert (first.length, second["x"].tolist()) == (3, [3.0, 4.0, 5.0])
+
+
+class Unnamed:
+    """Registered without names of its entries, as darts does with the inputs of its models."""
+
+    def __init__(self, x: Tensor, rest: dict[str, Tensor], stage: str) -> None:
+        self.x, self.rest, self.stage = x, rest, stage
+
+
+_pytree.register_pytree_node(
+    Unnamed,
+    lambda value: ([value.x, value.rest], value.stage),
+    lambda entries, stage: Unnamed(*entries, stage),
+)
+
+
+def test_entries_without_names_are_numbered() -> None:
+    """torch raises ValueError where the paths to them are asked for: the run ended with its traceback."""
+    value = Unnamed(torch.arange(4.0), {"y": torch.ones(4)}, "train")
+    assert [path for path, _ in leaves_with_path(value, "args[0]")] == ["args[0][0]", "args[0][1]"]
+    first, second = split_batch(value, plan_passes(4, 2))
+    assert (second.x.tolist(), second.rest["y"].tolist(), first.stage) == ([2.0, 3.0], [1.0, 1.0], "train")

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import (
-    AsyncCheckpointIO,
     BitsandbytesPrecision,
     MixedPrecision,
     Precision,
@@ -198,12 +197,6 @@ REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule
         lambda: LitModel("mlp"),
         "val_check_interval as a time",
         "number of batches",
-    ),
-    "checkpoint plugin": (
-        lambda: trainer_for(plugins=[AsyncCheckpointIO()]),
-        lambda: LitModel("mlp"),
-        "AsyncCheckpointIO",
-        "remove the plugin",
     ),
     "accelerator": (
         other_accelerator,
