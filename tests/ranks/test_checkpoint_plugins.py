@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ class Compressed(CheckpointIO):
     """Files that only it can read; notes who writes and removes them."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        Path(path).parent.mkdir(exist_ok=True, parents=True)
         self.note(path, "saved")
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
@@ -39,8 +39,17 @@ class Compressed(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
     def note(self, path: Any, what: str) -> None:
+        Path(path).parent.mkdir(exist_ok=True, parents=True)
         with (Path(path).parents[1] / "notes.txt").open("a") as file:
             file.write(f"{what} {Path(path).name}\n")
+
+
+class Slow(Compressed):
+    """Is still writing when the run ends."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        time.sleep(0.2)
+        super().save_checkpoint(checkpoint, path, storage_options)
 
 
 class ReadsInItsWay(TorchCheckpointIO):
@@ -84,7 +93,7 @@ def _run(plugin: Callable[[], CheckpointIO]) -> Run:
 
 RUNS = {
     "compressed": _run(Compressed),
-    "compressed in the background": _run(lambda: AsyncCheckpointIO(Compressed())),
+    "compressed in the background": _run(lambda: AsyncCheckpointIO(Slow())),
     "reads in its way": _run(ReadsInItsWay),
 }
 
