@@ -52,10 +52,9 @@ class Lit(L.LightningModule):
     def on_train_end(self):
         found = {"loss": self.trainer.callback_metrics["loss_epoch"], "steps": self.trainer.global_step}
         for name, parameter in self.named_parameters():
-            if not parameter.is_meta:
-                states = self.trainer.optimizers[0].state[parameter].items()
-                found |= {name: parameter.detach(), **{f"{name}/{key}": value for key, value in states}}
-        torch.save(found, f"{folder}/rank{os.environ.get('RANK', 0)}.pt")
+            states = self.trainer.optimizers[0].state[parameter].items()
+            found |= {name: parameter.detach().clone(), **{f"{name}/{key}": value.clone() for key, value in states}}
+        torch.save(found, f"{folder}/trained.pt")
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
@@ -154,10 +153,8 @@ def check_against_undisturbed(folder: Path, before: list[int], after: list[int],
     command = [sys.executable, folder / "script.py", alone, json.dumps([None, num_replicas, after[0] - 1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    expected = torch.load(alone / "rank0.pt", weights_only=True)
-    found: dict[str, Any] = {}
-    for path in folder.glob("rank*.pt"):
-        found |= torch.load(path, weights_only=True)
+    expected = torch.load(alone / "trained.pt", weights_only=True)
+    found = torch.load(folder / "trained.pt", weights_only=True)
     assert after == [*range(after[0], expected["steps"] + 1)]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
