@@ -19,7 +19,7 @@ from lightning_fxpipe.checkpoint.folders import open_folder
 from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.pickles import Reading
-from lightning_fxpipe.checkpoint.safetensors_files import write_safetensors
+from lightning_fxpipe.checkpoint.safetensors_files import write_pretrained, write_safetensors
 from lightning_fxpipe.checkpoint.saving import write_beside, write_parts
 from lightning_fxpipe.checkpoint.single_file import GROUP_FQNS, is_by_fqn, with_numbers
 from lightning_fxpipe.checkpoint.stage_state import (
@@ -41,6 +41,7 @@ class Target(Enum):
     FOLDER = "folder"
     FILE = "file"
     SAFETENSORS = "safetensors"
+    PRETRAINED = "pretrained"
 
     @classmethod
     def of(cls, path: str) -> Target:
@@ -57,6 +58,7 @@ class Conversion:
     Attributes:
         source: The format that was found.
         target: What was written.
+        submodule: Path of the submodule whose weights were written; empty for the whole module.
         left_out: Names of the source that the target has no place for.
         shared: Names of tensors that the target has under another name, by which loading finds them.
         has_numbers: Whether optimizers stay numbered, as nothing says what parameters the numbers mean.
@@ -64,6 +66,7 @@ class Conversion:
 
     source: Format
     target: Target
+    submodule: str
     left_out: tuple[str, ...]
     shared: Mapping[str, str]
     has_numbers: bool
@@ -71,6 +74,8 @@ class Conversion:
     def report(self, path: Path) -> str:
         """Returns the message about a conversion to ``path``."""
         lines = [f"Converted a {self.source.value} to {path} ({self.target.value})"]
+        if self.submodule:
+            lines.append(f"The weights are those of the submodule {self.submodule}, under its own names")
         if self.left_out:
             lines.append(f"Left out, because the format stores weights only: {', '.join(self.left_out)}")
         if self.shared:
@@ -84,7 +89,14 @@ class Conversion:
 
 
 def convert(
-    source: Location, path: Path, target: Target, *, only_weights: bool, pickle_is_trusted: bool, overwrites: bool
+    source: Location,
+    path: Path,
+    target: Target,
+    *,
+    only_weights: bool,
+    pickle_is_trusted: bool,
+    overwrites: bool,
+    submodule: str | None = None,
 ) -> Conversion:
     """Converts a checkpoint. What is written gets its name when it is complete.
 
@@ -95,6 +107,11 @@ def convert(
         only_weights: Whether what is not needed to use the model is left out: optimizers, schedulers, callbacks.
         pickle_is_trusted: Whether objects of any class may be unpickled, which can run code.
         overwrites: Whether what is at ``path`` is replaced.
+        submodule: Path of the submodule that a folder for ``from_pretrained`` is for; None: of a Trainer's checkpoint the one
+            that has all tensors, if there is one.
+
+    Raises:
+        FxPipeError: There is no such checkpoint or submodule, or something at ``path``.
     """
     if path.exists() and not overwrites:
         raise FxPipeError("The target exists already.", where=str(path), todo="Pass --force to replace it.")
@@ -107,19 +124,39 @@ def convert(
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _FOR_TRAINING}
     left_out: list[str] = []
     shared: dict[str, str] = {}
-    if target is Target.SAFETENSORS:
-        left_out = [key for key in checkpoint if key not in ("state_dict", VERSION_KEY)]
-        left_out += [name for name, value in checkpoint["state_dict"].items() if not isinstance(value, Tensor)]
+    chosen = ""
+    if target in (Target.SAFETENSORS, Target.PRETRAINED):
         tensors = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+        if target is Target.PRETRAINED:
+            chosen = _submodule_of(tensors, submodule, of_trainer=not form.has_weights_only)
+        prefix = f"{chosen}." if chosen else ""
+        written = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        left_out = [key for key in checkpoint if key not in ("state_dict", VERSION_KEY)]
+        left_out += [name for name in checkpoint["state_dict"] if name not in tensors or not name.startswith(prefix)]
         with replacing(path) as new:
-            shared = write_safetensors(new, tensors, {"format": "pt"})
+            shared = (write_pretrained if target is Target.PRETRAINED else write_safetensors)(new, written, {"format": "pt"})
     elif target is Target.FILE:
         with Location.of(path).writing() as file:
             torch.save(with_numbers(checkpoint), file)
     else:
         _write_folder(path, checkpoint)
     has_numbers = bool(checkpoint.get("optimizer_states")) and not is_by_fqn(checkpoint)
-    return Conversion(form, target, tuple(left_out), shared, has_numbers)
+    return Conversion(form, target, chosen, tuple(left_out), shared, has_numbers)
+
+
+def _submodule_of(tensors: Mapping[str, Tensor], wanted: str | None, *, of_trainer: bool) -> str:
+    """Returns the path of the submodule whose weights are written."""
+    if wanted is None:
+        first = {name.partition(".")[0] for name in tensors}
+        return first.pop() if of_trainer and len(first) == 1 else ""
+    if wanted and not any(name.startswith(f"{wanted}.") for name in tensors):
+        raise FxPipeError(
+            "The checkpoint has no tensors of this submodule.",
+            where=wanted,
+            expected=f"one of {', '.join(sorted({name.partition('.')[0] for name in tensors}))}, or a path below",
+            todo="Pass its path in the LightningModule, such as --submodule model.",
+        )
+    return wanted
 
 
 # What `Trainer.save_checkpoint(weights_only=True)` leaves out; the precision plugin's state has the name of its class.

@@ -73,6 +73,28 @@ def write_safetensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping
     return shared
 
 
+def write_pretrained(folder: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Writes a folder from which ``from_pretrained`` of Hugging Face loads weights, once a ``config.json`` lies beside them.
+
+    Files have at most 5 GB. Of tensors that share memory one is written: models tie them again.
+
+    Returns:
+        Nothing that loading would have to know.
+    """
+    try:
+        from huggingface_hub import save_torch_state_dict
+    except ImportError as error:
+        raise FxPipeError(
+            "Writing a folder for from_pretrained requires the package huggingface_hub.",
+            where=str(folder),
+            observed=str(error),
+            todo="Run `pip install huggingface_hub safetensors`.",
+        ) from error
+    folder.mkdir()
+    save_torch_state_dict(dict(state), folder, metadata=dict(metadata))
+    return {}
+
+
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     package = _package(path)

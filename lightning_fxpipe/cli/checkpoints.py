@@ -32,6 +32,7 @@ _CONVERT_EPILOG = f"""\
 {_SOURCES}
 The output format follows the name of TARGET: .safetensors; a folder if it has no suffix or ends with a slash; otherwise a
 single file that a plain Trainer can resume from and load_from_checkpoint can load. Conversion is lossless in both directions.
+With --to pretrained it is a folder for Hugging Face's from_pretrained, which also needs a config.json in it.
 The tensors of a folder must fit into memory once; those of a file are not loaded.
 """
 
@@ -63,6 +64,12 @@ def convert(arguments: Sequence[str], purpose: str) -> int:
         action="store_true",
         help="write weights without optimizers, schedulers and callbacks (always the case for safetensors)",
     )
+    add(
+        "--submodule",
+        metavar="PATH",
+        help="with --to pretrained: path of the Hugging Face model in the LightningModule (default: the attribute that holds "
+        "all tensors of the checkpoint, if there is one)",
+    )
     add("--force", action="store_true", help="replace TARGET if it exists")
     add(
         "--trust", action="store_true", help="unpickle objects of any class, which can execute code; use for trusted files only"
@@ -70,6 +77,8 @@ def convert(arguments: Sequence[str], purpose: str) -> int:
     options = parser.parse_args(arguments)
     target = Target(options.to) if options.to else Target.of(options.target)
     path = Path(options.target)
+    if options.submodule is not None and target is not Target.PRETRAINED:
+        parser.error("--submodule applies to --to pretrained only")
     with _told():
         done = converting.convert(
             _existing(options.source),
@@ -78,6 +87,7 @@ def convert(arguments: Sequence[str], purpose: str) -> int:
             only_weights=options.weights_only,
             pickle_is_trusted=options.trust,
             overwrites=options.force,
+            submodule=options.submodule,
         )
     print(done.report(path))
     return 0

@@ -11,6 +11,13 @@ _CUT = (f"{_DAMAGE}::test_a_cut_part_is_seen_without_reading_it",)
 
 MUTANTS = [
     Mutant(
+        "checkpoint/converting.py",
+        '        return first.pop() if of_trainer and len(first) == 1 else ""\n',
+        '        return ""\n',
+        ("checkpoint/test_pretrained_folders.py::test_the_loaded_model_is_the_trained_one",),
+        "from_pretrained finds no weight of a converted checkpoint, and draws all of them",
+    ),
+    Mutant(
         "checkpoint/folders.py",
         "            self._checksums.check_value(self._where, read_item.dest_index.fqn, tensor)\n",
         "            pass\n",
