@@ -141,14 +141,6 @@ class Template:
         return self.structure.fill(tensors, self.sizes)
 
 
-def holds(value: Any, tensor: Tensor) -> bool:
-    """Returns True if a value is a tensor, or has it somewhere inside."""
-    try:
-        return any(each is tensor for each in Template.of(value).tensors)
-    except NotFillable:
-        return False
-
-
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """A value of the same structure with ``function`` applied to each tensor, once where it occurs twice."""
     template = Template.of(value)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor
 from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.pytree.structure import Template, holds
+from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.calls_aside import attribute_tensors
@@ -169,7 +169,7 @@ def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Lea
             own = [(key[0], value) for key, value in run.guards.items() if isinstance(key, tuple)]
             discovery.is_fixed &= not any(path is None or isinstance(value, bool) for path, value in own)
         except HiddenTensor as error:
-            if discovery.users and not discovery.is_left_by_only_call:
+            if discovery.users:
                 raise error.refusal(step_name(step)) from error
             discovery.note_end(error, error.source)
         except (ParameterMisuse, InputGradient, OwnGradient):
@@ -235,7 +235,6 @@ class _Discovery(SpanRecorder):
         self._has_failed = False  # with an error of its own, which is not for want of values
         self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
         self.called: set[str | None] = set()  # modules
-        self.is_left_by_only_call = False  # the hidden tensor that ended the run: it may be a result of the region
         self.is_second_run = False  # where a module that looks at values may do anything, and ends the run
         self._num_running = 0  # modules inside each other, the step's own one among them where it is called
         self.parameters = parameters_by_name(root)  # as modules have left them
@@ -402,18 +401,9 @@ class _Discovery(SpanRecorder):
             self._check_not_hidden(leaf)
         return super().describe(leaf)
 
-    def _is_left_by_only_call(self, tensor: Tensor) -> bool:
-        """Returns True for a tensor in an attribute of the module that is called, if only one call uses parameters."""
-        called = [call.name for call in self.calls if call.number in self.users]
-        if len(called) == 1 and called[0] in self._settings.modules:
-            with self.pause():
-                return any(holds(value, tensor) for value in vars(self._root.get_submodule(called[0])).values())
-        return False
-
     def _check_not_hidden(self, tensor: Tensor) -> None:
         """Raises :class:`HiddenTensor` for what comes from inside of a call and is no result of it, as what a hook has kept."""
         if self.key_of(tensor) is None and (id(tensor) in self._nodes or self.state_reads.is_made_inside(tensor)):
-            self.is_left_by_only_call = self._is_left_by_only_call(tensor)
             raise HiddenTensor("it uses a tensor that was computed inside a call and not returned by it")
 
     def leaves_something_behind(self) -> bool:
