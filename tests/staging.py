@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import tree_flatten, tree_leaves
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
+from lightning_fxpipe.tracing.gradient_flow import GradientSources
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
 
@@ -132,16 +133,48 @@ def run_staged(assignment: Assignment, args: Sequence[Tensor], seed: int = 0) ->
         assert all(torch.equal(now, then) for now, then in zip(arriving, before, strict=True))
         received.append(arriving)
         sent.append([output.contiguous() if stage.boundary_out else output for output in outputs])
+    outputs_of_last = sent[-1]
+    retain_gradients(outputs_of_last)
     result = traced.result(sent[-1])
     sent[-1] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]  # one may be there twice
     gradients: list[Tensor | None] = [gradient_for(output) for output in sent[-1]]
     for stage, outputs in zip(reversed(stages), reversed(sent), strict=True):
         backward_from(outputs, gradients if stage is stages[-1] else come_back_to(stage, stages, received))
+    check_gradient_flow(assignment, stages, received, outputs_of_last)
     return Outcome(
         result=result,
         gradients=summed_gradients(ranks),
         buffers=held_buffers(ranks),
     )
+
+
+def retain_gradients(outputs: Sequence[Tensor]) -> None:
+    """Keeps the gradients of what the last stage gives."""
+    for output in outputs:
+        if output.requires_grad:
+            output.retain_grad()
+
+
+def check_gradient_flow(
+    assignment: Assignment, stages: Sequence[Stage], received: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]
+) -> None:
+    """Exactly those tensors that a trace says get a gradient have got one, unless a module ran on dummy values.
+
+    ``outputs`` are those of the last stage.
+    """
+    results = assignment.chain.traced.output_node.args[0]
+    assert isinstance(results, (list, tuple))
+    sources = GradientSources([node for node in results if isinstance(node, fx.Node)])
+    stage_of = {node: stage.index for stage in stages for node in assignment.nodes(stage.index)}
+    made = [node for node in stage_of if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].requires_grad]
+    is_unknown = not all("gradient_operands" in node.meta for node in made)
+    trained = {number for number, output in enumerate(outputs) if output.requires_grad and output.grad is not None}
+    for stage, tensors in zip(stages, received, strict=True):
+        for node, tensor in zip(stage.boundary_in, tensors, strict=True):
+            here = sources.of(node, lambda user, stage=stage: stage_of.get(user, len(stages)) >= stage.index)
+            expected = tensor.requires_grad and not trained.isdisjoint(here)
+            assert expected or tensor.grad is None, f"{node.name} has a gradient"
+            assert tensor.grad is not None or not expected or is_unknown, f"{node.name} has no gradient"
 
 
 def come_to(stage: Stage, stages: Sequence[Stage], sent: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 
@@ -14,6 +14,7 @@ from lightning_fxpipe._compat.torch import unprofiled
 
 # Numbers that travel with a command.
 MAX_NUMBERS = 63
+_WORD_BITS = 48  # of the 53 that a number has
 # Messages are told apart by it from those of the stages, which have 0.
 _TAG = 1
 
@@ -22,7 +23,7 @@ class Command(IntEnum):
     """Kinds of commands."""
 
     DONE = 0  # with the backward pass; a number is the factor of the gradients that an interleaved batch has parked
-    BACKWARD = 1  # through the stages; a number says whether what they saved is kept for one more
+    BACKWARD = 1  # through the stages; a number says whether what they saved is kept for one more, others which results count
     FORWARD = 2  # once more with an interleaved batch, for its results
     RESULT = 3  # of a step
 
@@ -105,6 +106,19 @@ class Commands:
             if work is not None:
                 work.wait()
         return [message for message, _ in under_way]
+
+
+def as_bits(numbers: Collection[int]) -> list[int]:
+    """A set of numbers as bits of a few integers that floats represent exactly."""
+    num_words = max(numbers, default=0) // _WORD_BITS + 1
+    return [sum(1 << number % _WORD_BITS for number in numbers if number // _WORD_BITS == word) for word in range(num_words)]
+
+
+def from_bits(words: Sequence[float]) -> frozenset[int]:
+    """The set that :func:`as_bits` has written."""
+    return frozenset(
+        word * _WORD_BITS + bit for word, bits in enumerate(words) for bit in range(_WORD_BITS) if int(bits) >> bit & 1
+    )
 
 
 def _blank() -> Tensor:

@@ -146,6 +146,7 @@ class Finding:
         observed: The losses; empty where they fit.
         only_logs_loss: Whether the step does nothing with its loss but log it.
         changes_nothing: Whether the step has changed nothing that stays.
+        unused: Numbers of the region's results that train, but not by this loss.
     """
 
     verdict: Verdict
@@ -153,6 +154,7 @@ class Finding:
     observed: str = ""
     only_logs_loss: bool = False
     changes_nothing: bool = False
+    unused: frozenset[int] = frozenset()
 
 
 def tolerance(dtype: torch.dtype) -> float:

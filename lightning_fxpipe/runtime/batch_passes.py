@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.distributed.commands import Command, Commands
+from lightning_fxpipe.distributed.commands import Command, Commands, as_bits, from_bits
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.step_log import LogEntry
@@ -155,6 +155,7 @@ class BatchPasses:
             tail=tail,
             weights=() if tail is None else self._interleaving.weights(tail),
             scale=1.0 if tail is None else step.scale(),
+            results=self._interleaving.trained_results(setup),
             keeps_results=not may_end,
             undoes_together=self._changes_nothing,
         )
@@ -202,7 +203,7 @@ class BatchPasses:
             values,
             random_key=step.random_key,
             training=step.is_training,
-            announce=lambda retains: self._commands.tell(Command.BACKWARD, retains),
+            announce=lambda retains, results: self._commands.tell(Command.BACKWARD, retains, *as_bits(results)),
             tries=tries,
         )
         joined = one.forward()
@@ -282,7 +283,7 @@ class BatchPasses:
             assert self._forward is not None
             self._forward.retains = bool(numbers[0])
             self._commands.expect()
-            self._forward.backward()
+            self._forward.backward(from_bits(numbers[1:]))
 
     def end_batch(self) -> None:
         """Drops what the batch's passes have kept."""

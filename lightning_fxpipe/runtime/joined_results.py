@@ -57,3 +57,8 @@ class JoinedResults:
         """The batch's results, once."""
         tensors, self._tensors = tuple(self._tensors), []
         return tensors
+
+
+def with_gradients(gradients: Sequence[Tensor | None]) -> frozenset[int]:
+    """Numbers of the results that have gradients."""
+    return frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)

@@ -22,6 +22,7 @@ from lightning_fxpipe._compat.autograd import after_backward, backward_keeps_gra
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.distributed.values import broadcast_tensor
 from lightning_fxpipe.microbatch.draws import generator_state, sent_state, set_generator_state
+from lightning_fxpipe.runtime.joined_results import with_gradients
 from lightning_fxpipe.runtime.region_pass import Operation, PassSetup, RegionPass
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.stages.gradients import SharedParameters
@@ -168,10 +169,11 @@ class JointPass:
         self.backwards.note()
         only = self.backwards.only(trains=runs_before(ctx, 0))
         own = None if only is None else (*only, *self._leaves)
-        self.aside(lambda: self._pass.backward(gradients, own))()
+        results = with_gradients(gradients)
+        self.aside(lambda: self._pass.backward(results, gradients, own))()
         found: list[Tensor | None] = []
-        for leaf in self._leaves:
-            if not leaf.requires_grad:
+        for leaf, sources in zip(self._leaves, self.setup.input_sources, strict=True):
+            if not leaf.requires_grad or sources.isdisjoint(results):
                 found.append(None)
                 continue
             gradient, leaf.grad = leaf.grad, None

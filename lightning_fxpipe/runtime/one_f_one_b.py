@@ -35,7 +35,7 @@ from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.runtime.step_tail import StepTail, TailRun, read_runs
 from lightning_fxpipe.schedules.split_backward import HookWatch
 from lightning_fxpipe.schedules.stage_graph import StageGraph, StageGraphs
-from lightning_fxpipe.simulation.actions import FORWARD, Action
+from lightning_fxpipe.simulation.actions import FORWARD, WEIGHT_BACKWARD, Action
 from lightning_fxpipe.stages.shared_casts import sharing_casts
 from lightning_fxpipe.user_code.step import Step
 from lightning_fxpipe.user_code.undo import UndoneRuns
@@ -53,6 +53,7 @@ class InterleavedPass:
         tail: On the last stage, the rest of the step.
         weights: On the last stage, the factor of each microbatch's loss in the batch's loss.
         scale: On the last stage, by which the loss is multiplied for its backward pass.
+        results: Numbers of the results that have gradients.
         keeps_results: Whether the step goes on with the results of the whole batch.
         undoes_together: Whether the step has shown that it changes nothing, nor does what else runs meanwhile: then one look
             at the end of the batch shows whether that is still so.
@@ -66,6 +67,7 @@ class InterleavedPass:
     tail: StepTail | None
     weights: Sequence[float]
     scale: float
+    results: frozenset[int]
     keeps_results: bool
     undoes_together: bool
 
@@ -86,7 +88,7 @@ class InterleavedPass:
         with self.gradients.computing(), norms, casts, isolated_rng(), self._undone_runs():
             for leg in self.setup.legs:
                 assert leg.interleaved is not None
-                executor = leg.interleaved()
+                executor = leg.interleaved(self.results)
                 watch = HookWatch() if executor.splits_backward else None
                 executor.step(partial(self._compute, leg, StageGraphs(), watch))
         return self._results.take() if self.setup.is_last and self._results.are_complete else None
@@ -134,18 +136,21 @@ class InterleavedPass:
             action: The action.
             received: What has come for it.
         """
+        of, results = action.stage, self.results
         if action.kind is not FORWARD:
-            return graphs.backward(action, received)
-        of, received = action.stage, leg.leaves(action.stage, received)
+            gives = of == self.setup.last_stage or action.kind is WEIGHT_BACKWARD
+            return graphs.backward(action, received if gives else leg.arrived(of, received, results))
+        received = leg.leaves(of, received)
         with nullcontext() if watch is None else watch.watching():
             outputs, _ = self._run.compute(leg, self.setup.stages[of], action.microbatch, received, state=None, training=True)
             if of == self.setup.last_stage:
                 loss = self._weighted_loss(leg, action.microbatch, outputs)
         splits = watch is not None and not watch.has_seen_any
+        returned = leg.returned(of, results)
         if of != self.setup.last_stage:
-            graphs.put(action, StageGraph.of(received, leg.trained(of, outputs)), splits=splits)
+            graphs.put(action, StageGraph.of(received, leg.trained(of, outputs), returned), splits=splits)
             return [output.detach() for output in outputs]
-        graphs.put(action, StageGraph.of(received, (loss,)), splits=splits, gradient=torch.ones_like(loss))
+        graphs.put(action, StageGraph.of(received, (loss,), returned), splits=splits, gradient=torch.ones_like(loss))
         return ()
 
     def _weighted_loss(self, leg: Leg, index: int, outputs: tuple[Tensor, ...]) -> Tensor:

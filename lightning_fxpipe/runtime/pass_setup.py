@@ -40,7 +40,7 @@ from lightning_fxpipe.runtime.left_state import LeftState, read_by_all
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
 from lightning_fxpipe.runtime.same_cuts import check_same_cuts
-from lightning_fxpipe.runtime.stage_edges import stage_edges
+from lightning_fxpipe.runtime.stage_edges import StageGradients, stage_edges
 from lightning_fxpipe.runtime.stage_trace import StageTrace
 from lightning_fxpipe.runtime.stage_traces import MAX_TRACES
 from lightning_fxpipe.runtime.submodule_values import path_of
@@ -73,6 +73,7 @@ class _Stages:
         results: What the last stage gives.
         tail: Where the results are, what runs once for the batch.
         division: How the batch is cut; None where it is not.
+        gradients: Which gradients the stages send each other.
         late_exchanges: What the rank's stages may leave for others.
     """
 
@@ -81,6 +82,7 @@ class _Stages:
     results: tuple[fx.Node, ...]
     tail: Stage | None
     division: Division | None
+    gradients: StageGradients
     late_exchanges: LateExchanges
 
 
@@ -300,6 +302,7 @@ class PassSetups:
                 for stage in topology.stages
             },
             results=assignment.boundary(topology.last_stage),
+            gradients=StageGradients(assignment, topology.last_stage),
             tail=build_stage(assignment, topology.num_stages) if topology.is_last or self._everywhere else None,
             division=division,
             late_exchanges=self._late_exchanges(assignment),
@@ -350,6 +353,7 @@ class PassSetups:
             joined_dims=joined,
             joined_specs=boundary_specs(stages.results, sizes),
             input_shapes=tuple(spec.shape for spec in boundary_specs(traced.input_nodes, sizes)),
+            input_sources=tuple(map(stages.gradients.into(0), traced.input_nodes)),
             sample_dims=dims,
             fixed=frozenset() if division is None else fixed_nodes(traced, division),
             carries_random_state=bool(carried),
@@ -371,21 +375,22 @@ class PassSetups:
         admits_one_more: bool,
     ) -> Leg:
         division, topology, last = stages.division, self._topology, self._topology.last_stage
+        into = stages.gradients.into
         crossings = {
-            index: Crossing(received=boundary_specs(stage.boundary_in, sizes), sent=boundary_specs(stage.boundary_out, sizes))
+            index: Crossing(
+                received=boundary_specs(stage.boundary_in, sizes, into(index)),
+                sent=boundary_specs(stage.boundary_out, sizes, into(index + 1)),
+            )
             for index, stage in stages.stages.items()
         }
-        edges = stage_edges(stages.assignment, last, sizes, carried)
+        edges = stage_edges(stages.assignment, last, sizes, carried, stages.gradients)
         executor = partial(self._executor, edges, part.first)
         one_way = forward_order(topology.placement, part.count)
         interleaved = None
         if training and division is not None and self._schedule.alternates:
             # Made when it is needed.
-            interleaved = cache(
-                lambda: executor(
-                    training_order(self._schedule, topology.placement, part.count, self._plan.stage_work), BOTH_WAYS
-                )
-            )
+            order = partial(training_order, self._schedule, topology.placement, part.count, self._plan.stage_work)
+            interleaved = cache(lambda results: executor(order(), BOTH_WAYS, results))
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),
@@ -394,11 +399,18 @@ class PassSetups:
             sizes=sizes,
             admits_one_more=admits_one_more,
             forward=executor(one_way, {FORWARD}),
-            backward=executor(one_way, {BACKWARD}) if training else None,
+            backward=cache(lambda results: executor(one_way, {BACKWARD}, results)) if training else None,
             interleaved=interleaved,
         )
 
-    def _executor(self, edges: Sequence[Edge], first: int, table: ActionTable, kinds: Collection[Kind]) -> Executor:
+    def _executor(
+        self,
+        edges: Sequence[Edge],
+        first: int,
+        table: ActionTable,
+        kinds: Collection[Kind],
+        results: Collection[int] = (),
+    ) -> Executor:
         """Makes the executor of a table's actions of some kinds.
 
         Args:
@@ -406,8 +418,10 @@ class PassSetups:
             first: Number in the batch of the first microbatch.
             table: All actions.
             kinds: Those that run.
+            results: Numbers of the results that have gradients.
         """
-        topology = self._topology
+        topology, replace = self._topology, dataclasses.replace
+        edges = [replace(e, spec=replace(e.spec, requires_grad=e.spec.has_gradient(results))) for e in edges]
         return Executor(
             program_of(table, edges, topology.rank, kinds=kinds),
             device=topology.device,

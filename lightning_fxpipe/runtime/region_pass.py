@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from lightning_fxpipe.microbatch.draws import (
 )
 from lightning_fxpipe.microbatch.split import Pass
 from lightning_fxpipe.rng import isolated_rng
-from lightning_fxpipe.runtime.joined_results import JoinedResults
+from lightning_fxpipe.runtime.joined_results import JoinedResults, with_gradients
 from lightning_fxpipe.runtime.late_exchanges import LateExchanges
 from lightning_fxpipe.runtime.left_state import LeftState
 from lightning_fxpipe.runtime.stage_changes import StageChanges
@@ -77,8 +77,9 @@ class Leg:
         crossings: Of each of the rank's stages, what crosses its boundaries.
         sizes: Values of the graph's symbols for one of them.
         admits_one_more: Whether the graph holds for one of them with one sample more.
-        forward, backward: Run the passes; the latter only in training.
-        interleaved: Gives what runs both at once; None where there is none.
+        forward: Runs the forward pass.
+        backward: Gives what runs the backward pass, for the numbers of the results that have gradients; None without training.
+        interleaved: Gives what runs both at once, likewise; None where there is none.
     """
 
     part: Pass
@@ -88,8 +89,8 @@ class Leg:
     sizes: Mapping[Any, int]
     admits_one_more: bool
     forward: Executor
-    backward: Executor | None
-    interleaved: Callable[[], Executor] | None
+    backward: Callable[[frozenset[int]], Executor] | None
+    interleaved: Callable[[frozenset[int]], Executor] | None
 
     def leaves(self, stage: int, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns the tensors that a stage has received for a microbatch as leaves of its graph."""
@@ -100,6 +101,16 @@ class Leg:
     def trained(self, stage: int, outputs: Sequence[_T]) -> list[_T]:
         """Returns the outputs of a stage that get gradients, or the entries for these of a list with one for each output."""
         return [output for output, spec in zip(outputs, self.crossings[stage].sent, strict=True) if spec.requires_grad]
+
+    def returned(self, stage: int, results: frozenset[int]) -> list[bool]:
+        """Of each received tensor that trains, whether its gradient is sent back where these results have gradients."""
+        return [spec.has_gradient(results) for spec in self.crossings[stage].received if spec.requires_grad]
+
+    def arrived(self, stage: int, gradients: Sequence[Tensor], results: frozenset[int]) -> list[Tensor | None]:
+        """Returns for each output of a stage that trains the gradient that has come back, if one does."""
+        rest = iter(gradients)
+        sent = (spec for spec in self.crossings[stage].sent if spec.requires_grad)
+        return [next(rest) if spec.has_gradient(results) else None for spec in sent]
 
     def number(self, index: int) -> int:
         """Converts a microbatch's number among those of its size to its number in the batch."""
@@ -123,6 +134,7 @@ class PassSetup:
         joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
         joined_specs: Specs of the joined results.
         input_shapes: Shapes of the region's inputs for the whole batch.
+        input_sources: For each of the region's inputs the numbers of the joined results whose gradients reach it.
         sample_dims: Of the graph's nodes, by name, the dimension of their results that has the samples, where one has. Results
             that are joined may have several entries for each row; those of others count as none.
         fixed: The graph's nodes, by name, whose results are the same for all samples.
@@ -142,6 +154,7 @@ class PassSetup:
     joined_dims: tuple[int | None, ...]
     joined_specs: tuple[TensorSpec, ...]
     input_shapes: tuple[tuple[int, ...], ...]
+    input_sources: tuple[frozenset[int], ...]
     sample_dims: Mapping[str, int]
     fixed: frozenset[str]
     carries_random_state: bool
@@ -290,8 +303,8 @@ class RegionPass:
         values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
         random_key: Identifies the batch within the run, for the random numbers of stages.
         training: Whether a backward pass may follow.
-        announce: Tells the other ranks that the backward pass begins, and whether what the stages saved is kept for one more.
-            Called on the last stage.
+        announce: Tells the other ranks that the backward pass begins, whether what the stages saved is kept for one more, and
+            which results have gradients. Called on the last stage.
         tries: Where the first microbatch is to show that the stages treat samples one by one, what they were before.
         measures: Whether the first microbatch is to show what autograd would keep of it. The state of the random numbers must
             not go from stage to stage then.
@@ -305,7 +318,7 @@ class RegionPass:
     _: KW_ONLY
     random_key: tuple[int | str, ...]
     training: bool
-    announce: Callable[[bool], None] = lambda retains: None
+    announce: Callable[[bool, frozenset[int]], None] = lambda retains, results: None
     tries: StageChanges | None = None
     measures: bool = False
     obstacle: str | None = None
@@ -383,26 +396,31 @@ class RegionPass:
 
     # ------------------------------------------------------------------ backward
 
-    def backward(self, gradients: Sequence[Tensor | None] = (), only: Sequence[Tensor] | None = None) -> None:
+    def backward(
+        self, results: frozenset[int], gradients: Sequence[Tensor | None] = (), only: Sequence[Tensor] | None = None
+    ) -> None:
         """Runs all microbatches backward. Called by every rank of the pipeline, once for each backward pass.
 
         Args:
+            results: Numbers of the joined results that have gradients.
             gradients: On the last stage, those of the joined results.
             only: The tensors of this rank's stages that get gradients; by default all that it trains.
         """
         for leg in self.setup.legs:
             assert leg.backward is not None
             with self.setup.norms.without_tracking():
-                leg.backward.step(partial(self._backward_one, leg, gradients, only))
+                leg.backward(results).step(partial(self._backward_one, leg, results, gradients, only))
 
     def _lead_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[()]:
-        self.announce(self.retains)
-        self.backward(gradients)
+        results = with_gradients(gradients)
+        self.announce(self.retains, results)
+        self.backward(results, gradients)
         return ()
 
     def _backward_one(
         self,
         leg: Leg,
+        results: frozenset[int],
         joined: Sequence[Tensor | None],
         only: Sequence[Tensor] | None,
         action: Action,
@@ -412,10 +430,11 @@ class RegionPass:
 
         Args:
             leg: The microbatches of its size.
+            results: See :meth:`backward`.
             joined: On the last stage, the gradients of the joined results.
             only: See :meth:`backward`.
             action: The stage and the microbatch's number among them.
-            received: On another stage, the gradients of what it had sent.
+            received: On another stage, the gradients of what it had sent, of tensors that have one.
         """
         of, index = action.stage, action.microbatch
         key = of, leg.number(index)
@@ -426,8 +445,8 @@ class RegionPass:
                 "Specify retain_graph=True in the first call of backward."
             )
         is_last = of == self.setup.last_stage
-        gradients = leg.trained(of, self._own_gradients(leg, index, joined)) if is_last else received
-        return graph.backward(gradients, only=only, retains=self.retains)
+        own = leg.trained(of, self._own_gradients(leg, index, joined)) if is_last else leg.arrived(of, received, results)
+        return replace(graph, returned=tuple(leg.returned(of, results))).backward(own, only=only, retains=self.retains)
 
     def _own_gradients(self, leg: Leg, index: int, joined: Sequence[Tensor | None]) -> list[Tensor | None]:
         found: list[Tensor | None] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.stages.build import TensorSpec
+from lightning_fxpipe.tracing.gradient_flow import reached_by_gradients
 
 # A larger result and its gradient should not be there once more, as logits of a large vocabulary.
 _MOST_BYTES = 2**26
@@ -67,6 +68,15 @@ class ResultGradients:
                     f"the whole batch and {parts_norm:.4g} from its {len(losses)} microbatches, which differ by {distance:.2g}"
                 )
         return None
+
+    def unused(self, loss: Tensor) -> frozenset[int]:
+        """Numbers of the results that a loss does not depend on."""
+        if not loss.requires_grad:
+            return frozenset()
+        leaves = [*self._leaves.values()]
+        return frozenset(
+            [*self._leaves][index] for index in set(range(len(leaves))).difference(reached_by_gradients([loss], leaves))
+        )
 
     def _rounding(self, leaf: Tensor, most: float, loss: Tensor) -> float:
         """Returns the rounding error of a gradient that should be zero, as of a shift that softmax ignores.

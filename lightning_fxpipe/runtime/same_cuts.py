@@ -7,6 +7,7 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.pytree.shapes import DimGroups
+from lightning_fxpipe.runtime.stage_edges import StageGradients
 from lightning_fxpipe.tracing.signals import CannotFollow
 
 
@@ -40,7 +41,9 @@ def check_same_cuts(
         expected="the same tensors across each cut, and left on modules, on every rank",
         todo="Look for code that depends on the rank, on buffer values, on unseeded random numbers or on the order of a set.",
     )
-    found = (cuts, left) if symbolic is None else (symbolic, cuts, left)
+    gradients = StageGradients(assignment, len(cuts) - 1) if cuts else None
+    trained = [[sorted(gradients.into(s + 1)(n)) for n in assignment.boundary(s)] for s in range(len(cuts)) if gradients]
+    found = (cuts, left, trained) if symbolic is None else (symbolic, cuts, left, trained)
     try:
         check_agreement(topology.control_group, found, differs, [*reasons, *filter(None, [ends_because])])
     except TraceError as error:

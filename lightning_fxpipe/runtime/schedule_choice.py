@@ -95,6 +95,11 @@ class Interleaving:
         self._num_batches += 1
         return not self.is_on or (self.only_logs_loss and self._num_batches > _BATCHES_BETWEEN_LOOKS)
 
+    def trained_results(self, setup: PassSetup) -> frozenset[int]:
+        """Numbers of the joined results that have gradients, as far as a look at a batch has shown."""
+        trained = (number for number, spec in enumerate(setup.joined_specs) if spec.requires_grad)
+        return frozenset(trained) - self._finding.unused
+
     def weights(self, tail: StepTail) -> tuple[float, ...]:
         """Factor of each microbatch's loss in the batch's."""
         reduction = self._options.reduction or self._finding.reduction or LossReduction.MEAN

@@ -216,6 +216,7 @@ class StepTail:
             found,
             only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function),
             changes_nothing=not any(run.has_changed_any for run in (whole, *parts)),
+            unused=gradients.unused(whole.loss),
         )
 
     def _runs_that_change_nothing(self, joined: Sequence[Tensor]) -> list[TailRun] | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.split_backward import WeightGradients, input_gradients
 from lightning_fxpipe.simulation.actions import BACKWARD, WEIGHT_BACKWARD, Action
 
@@ -21,21 +22,25 @@ class StageGraph:
     Attributes:
         inputs: The received tensors that train, which are leaves.
         ends: Of each output the edge where its backward begins; None for one that does not train.
+        returned: Of each input, whether its gradient is wanted.
     """
 
     inputs: tuple[Tensor, ...]
     ends: tuple[GradientEdge | None, ...]
+    returned: tuple[bool, ...]
 
     @classmethod
-    def of(cls, received: Sequence[Tensor], outputs: Sequence[Tensor]) -> StageGraph:
+    def of(cls, received: Sequence[Tensor], outputs: Sequence[Tensor], returned: Sequence[bool] | None = None) -> StageGraph:
         """Returns the graph of what a stage has computed.
 
         Args:
             received: All that it has received.
             outputs: All that it has computed.
+            returned: Of each received tensor that trains, whether its gradient is wanted; by default those of all are.
         """
         ends = tuple(_edge(output) if output.requires_grad else None for output in outputs)
-        return cls(tuple(tensor for tensor in received if tensor.requires_grad), ends)
+        inputs = tuple(tensor for tensor in received if tensor.requires_grad)
+        return cls(inputs, ends, (True,) * len(inputs) if returned is None else tuple(returned))
 
     def backward(
         self, gradients: Sequence[Tensor | None], *, only: Sequence[Tensor] | None = None, retains: bool = False
@@ -48,7 +53,10 @@ class StageGraph:
             retains: Whether the graph is kept for one more backward pass.
 
         Returns:
-            The gradients of the inputs, zeros for one that has no part in the outputs.
+            The gradients of the inputs, of those that are :attr:`returned`; zeros for one that has no part in the outputs.
+
+        Raises:
+            UnsupportedError: Another input has a gradient.
         """
         ends, given = self._pairs(gradients)
         wanted = None if only is None else [*self.inputs, *(tensor for tensor in only if tensor.requires_grad)]
@@ -79,8 +87,23 @@ class StageGraph:
         return [end for end, _ in pairs], [gradient for _, gradient in pairs]
 
     def _filled(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        pairs = zip(self.inputs, gradients, strict=True)
-        return tuple(torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs)
+        filled: list[Tensor] = []
+        for tensor, gradient, is_returned in zip(self.inputs, gradients, self.returned, strict=True):
+            if is_returned:
+                filled.append(torch.zeros_like(tensor) if gradient is None else gradient)
+            elif gradient is not None:
+                raise _unexpected_gradient(tensor)
+        return tuple(filled)
+
+
+def _unexpected_gradient(tensor: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        "A tensor between two stages has a gradient in this batch, unlike when the step was recorded.",
+        observed=f"a gradient for a tensor of shape {tuple(tensor.shape)}",
+        expected="a loss that depends on the same tensors in every batch",
+        todo='If the loss uses more results of the model than before, set FxPipeStrategy(schedule="gpipe"). If a module '
+        "detaches its input for some values only, keep it and the one before it in one stage, by other cuts or fewer stages.",
+    )
 
 
 class StageGraphs:
@@ -101,12 +124,12 @@ class StageGraphs:
         """
         self._graphs[action.stage, action.microbatch] = graph, splits, gradient
 
-    def backward(self, action: Action, received: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    def backward(self, action: Action, received: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Runs a backward action.
 
         Args:
             action: The action.
-            received: The gradients of the stage's outputs; nothing on the last stage.
+            received: The gradients of the stage's outputs, None for one that has none; nothing on the last stage.
 
         Returns:
             The gradients of the stage's inputs; nothing where the action computes those of weights.

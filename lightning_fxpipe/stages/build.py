@@ -47,7 +47,8 @@ class TensorSpec:
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
-        requires_grad: Whether it has a gradient.
+        requires_grad: Whether autograd follows it.
+        gradient_of: Numbers of the region's results whose gradients reach it; None: all.
         memory_order: Its dimensions from the outermost to the innermost in memory, if these are not in order: a tensor keeps
             the layout in which it was computed, such as ``channels_last``. Kernels, and the masks of dropout, depend on it.
     """
@@ -55,12 +56,17 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    gradient_of: frozenset[int] | None = None
     memory_order: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def has_gradient(self, results: Collection[int]) -> bool:
+        """True if a gradient comes back where these of the region's results have one."""
+        return self.requires_grad and (self.gradient_of is None or not self.gradient_of.isdisjoint(results))
 
     def empty(self, device: torch.device) -> Tensor:
         """Returns memory for such a tensor."""
@@ -130,13 +136,22 @@ def stages_with_inputs(assignment: Assignment) -> frozenset[int]:
     )
 
 
-def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tuple[TensorSpec, ...]:
-    """Returns the specs of the tensors at a boundary for given values of the symbols."""
+def boundary_specs(
+    nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int], sources: Callable[[fx.Node], frozenset[int]] | None = None
+) -> tuple[TensorSpec, ...]:
+    """Returns the specs of the tensors at a boundary.
+
+    Args:
+        nodes: The tensors.
+        sizes: Values of the symbols.
+        sources: Gives for each tensor the numbers of the results whose gradients reach it; None: all do.
+    """
     return tuple(
         TensorSpec(
             shape=tuple(concrete_size(size, sizes, node.meta.get("source")) for size in node.meta["val"].shape),
             dtype=node.meta["val"].dtype,
             requires_grad=node.meta["val"].requires_grad,
+            gradient_of=None if sources is None else sources(node),
             memory_order=_memory_order(node.meta["val"], sizes),
         )
         for node in nodes

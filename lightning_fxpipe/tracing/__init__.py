@@ -14,6 +14,7 @@ Recording it
     - ``fake_run``, ``examples``, ``probe``, ``value_looks``: fake tensors, what they stand for, and code that looks at values.
     - ``known_calls``: calls of modules like one that has been run, which need not be.
     - ``first_call``: what a model sets on its first call.
+    - ``gradient_flow``: which tensors get gradients from which results.
     - ``torch_calls``, ``activation_checkpointing``, ``distributions``, ``recurrent``: calls that need care.
     - ``inner_results``: what leaves a module by another way than its result.
     - ``state_reads``, ``made_tensors``: what comes into one by another way than its arguments, and from whom.

@@ -10,17 +10,19 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, depends_on_data, tree_leaves
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, depends_on_data, storage_key, tree_leaves
 from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.tracing.activation_checkpointing import Checkpoint
 from lightning_fxpipe.tracing.examples import draws
+from lightning_fxpipe.tracing.gradient_flow import GradientFlow
 from lightning_fxpipe.tracing.signals import HiddenTensor, RecordError
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.frames import user_source
@@ -43,6 +45,7 @@ class GraphWriter:
         sides: Tensors left on modules, by path and attribute.
         constants: Tensors that are neither parameters, buffers nor results, by their names in the graph.
         is_paused: Whether calls leave no nodes now.
+        gradient_flow: Which tensors get gradients.
     """
 
     def __init__(self, tensor_fqns: Mapping[int, str], lasting: Mapping[int, Any], region_path: str, device_type: str) -> None:
@@ -54,6 +57,8 @@ class GraphWriter:
         self._nodes: dict[int, fx.Node] = {}
         self._constant_names: dict[int, str] = {}
         self._alive: list[Any] = []  # a freed tensor's id would be given to another
+        self._by_storage: dict[int, list[Tensor]] = {}  # those that nodes stand for
+        self.gradient_flow = GradientFlow(tensor_fqns)
         self._module_stack = [region_path]
         self._last_input: fx.Node | None = None
         self._device_type = device_type
@@ -125,7 +130,17 @@ class GraphWriter:
             # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
             node.meta["context"] = context
         self._bind_output(result, node)
+        with self.pause():
+            self._note_written(mutated)
         return node
+
+    def _note_written(self, storages: set[int]) -> None:
+        """Notes that a call writes into tensors: their nodes may have gradients then, as of `t[i] = x`, which has no result."""
+        for tensor in chain.from_iterable(self._by_storage.get(storage, ()) for storage in storages):
+            node = self._nodes[id(tensor)]
+            if tensor.requires_grad:
+                node.meta["val"].requires_grad_(True)
+                self.gradient_flow.note(node, tensor)
 
     def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         """The node of a call that the code does not make, but that what it does now needs."""
@@ -194,9 +209,12 @@ class GraphWriter:
     def _bind_tensor(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
+        if tensor.layout is torch.strided:
+            self._by_storage.setdefault(storage_key(tensor), []).append(tensor)
         # An alias, because a later in-place call may change the tensor's own shape and requires_grad.
         with self.pause():
             node.meta["val"] = tensor.detach().requires_grad_(tensor.requires_grad)
+            self.gradient_flow.note(node, tensor)
 
     def _bind_output(self, value: Any, node: fx.Node) -> None:
         """Gives every tensor inside a call's result a node."""

@@ -26,6 +26,7 @@ from lightning_fxpipe._compat.fake_calls import Likeness, Made, Unlike
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import FakeTensor, has_hooks, modules_inside, storage_key, tree_leaves, tree_map, version_of
 from lightning_fxpipe.rng import python_rng
+from lightning_fxpipe.tracing.gradient_flow import reached_by_gradients
 from lightning_fxpipe.tracing.guards import TORCHS_OWN
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.kinds import is_users
@@ -75,6 +76,7 @@ class Known:
         result: What it has returned, with a :class:`_New` or :class:`_Argument` for each tensor.
         called: Paths, from the called module, of those that it has called, one for each call.
         draws: Whether a tensor is drawn in it that could be drawn ahead.
+        trained: Which tensors get gradients, those of the arguments and of the module in one sequence.
     """
 
     names: frozenset[str]
@@ -82,6 +84,7 @@ class Known:
     result: Any
     called: tuple[str, ...]
     draws: bool
+    trained: tuple[int, ...]
 
     def is_of(self, modules: Mapping[str, nn.Module]) -> bool:
         """True if other modules, by their paths, have the same in the attributes that were read."""
@@ -187,7 +190,8 @@ class KnownCalls:
             self.names_read |= known.names
         assert self._likeness is not None
         new = [leaf for leaf in tree_leaves(known.result) if isinstance(leaf, _New)]
-        sources = [tensor for tensor in (*question.tensors, *question.own) if tensor.requires_grad]
+        tensors = (*question.tensors, *question.own)
+        sources = [tensors[index] for index in known.trained]
         copies = iter(_Copies.apply(self._likeness, new, *sources) if new else ())  # type: ignore[no-untyped-call]
 
         def filled(leaf: Any) -> Any:
@@ -249,6 +253,8 @@ class KnownCalls:
         with unwatched_torch():
             try:
                 described = self._described(result, question)
+                tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                trained = tuple(reached_by_gradients(tensors, (*question.tensors, *question.own)))
             except Unlike:
                 return False
         known = Known(
@@ -257,6 +263,7 @@ class KnownCalls:
             result=described,
             called=tuple(paths[id(module)] for module in watch.called),
             draws=watch.draws,
+            trained=trained,
         )
         self._known.setdefault(question.key, []).append(known)
         return True

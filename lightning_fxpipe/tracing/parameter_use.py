@@ -20,6 +20,7 @@ from lightning_fxpipe._compat.torch import FakeTensor, storage_key
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.tracing.torch_calls import NORMALISATIONS, changed_statistics, is_query
 from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.objects import Unsent
 
 # As functions that __torch_function__ gets.
 _PROPERTIES: Any = vars(Tensor.__base__)
@@ -114,7 +115,7 @@ def changes_requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def _check_is_here(root: nn.Module, tensor: Tensor) -> None:
-    if tensor.is_meta and not isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, (FakeTensor, Unsent)) and tensor.is_meta:
         for fqn, buffer in root.named_buffers():
             if buffer is tensor:
                 raise ParameterMisuse(

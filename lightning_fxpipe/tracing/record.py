@@ -164,11 +164,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
         node_args = (*ahead, *(self.argument(arg) for arg in args), *extra)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         self._append(operation, target, node_args, node_kwargs, self._running_path(), mutated, result)
-        for tensor in self._alive if mutated else ():
-            # Written into without a result of its own, as by `t[i] = x`: the same node, which now has a gradient.
-            node = self._nodes.get(id(tensor))
-            if node is not None and tensor.requires_grad and storage_key(tensor) in mutated:
-                node.meta["val"].requires_grad_(True)
         return result
 
     def _add_draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> fx.Node:

@@ -411,6 +411,8 @@ def _record(
             read_elsewhere = {key: value for key, value in read_elsewhere.items() if key not in inputs}
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
+            with recorder.pause():
+                recorder.gradient_flow.write()
     erase_unused(recorder.graph)
     structure = StructureKey.of_graph(recorder.graph, actually_opened)
     return TracedRegion(

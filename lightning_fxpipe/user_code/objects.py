@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, outside_fakes
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.structure import Structure, Template
+from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.kinds import kinds_of
 from lightning_fxpipe.user_code.snapshot import MAX_WALKED
 
@@ -66,9 +67,10 @@ class Unsent(Tensor):
         unsent = next((arg for arg in args if isinstance(arg, cls)), None)
         raise UnsupportedError(
             f"{unsent.stands_for if unsent is not None else 'A tensor'} is used here, but it is on another stage.",
+            where=user_source(),
             observed=f"a call of {getattr(func, '__qualname__', func)} that was not made when the model was traced",
             expected="uses as in the traced call",
-            todo="Use the tensor in every batch, or do not let its use depend on tensor values.",
+            todo="Use the tensor in every batch, or store the call's result in a local variable before choosing a part of it.",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

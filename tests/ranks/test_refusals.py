@@ -120,6 +120,17 @@ class UsesMore(Fickle):
         return nn.functional.cross_entropy(self.second(h), y) + h.pow(2).mean()
 
 
+class ChoosesAnotherPart(TwoLayers):
+    """Takes the loss of one part of the result, and later of the other, which no variable holds."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return self.second(h), h
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])[self.global_step // 2].square().mean()
+
+
 class FewerSamples(Fickle):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -268,6 +279,14 @@ REFUSED: dict[str, Refusal] = {
         where="test_refusals.py:",
         observed="that only the stages hold",
         todo="Use the value in every step",
+    ),
+    "another part of the result later": Refusal(
+        late=True,
+        module=ChoosesAnotherPart,
+        what="Tensor 1 in the result of the module is used here, but it is on another stage.",
+        where="test_refusals.py:",
+        observed="that was not made when the model was traced",
+        todo="in a local variable before choosing a part of it",
     ),
     "fewer samples later": Refusal(
         late=True,

@@ -27,6 +27,7 @@ def one(*losses: float) -> InterleavedPass:
         tail=None,
         weights=[1 / len(losses) for _ in losses],
         scale=1.0,
+        results=frozenset(),
         keeps_results=False,
         undoes_together=False,
     )

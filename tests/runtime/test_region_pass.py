@@ -68,7 +68,7 @@ def setup_of(
                 sizes={},
                 admits_one_more=False,
                 forward=forward,
-                backward=backward,
+                backward=lambda results: backward,
                 interleaved=None,
             )
         )
@@ -85,6 +85,7 @@ def setup_of(
         joined_dims=joined,
         joined_specs=specs,
         input_shapes=(),
+        input_sources=(),
         sample_dims={},
         fixed=frozenset(),
         carries_random_state=False,
@@ -192,9 +193,9 @@ def test_a_second_backward_pass_is_refused_in_words_of_torch() -> None:
         training=True,
     )
     assert one.forward() is not None
-    one.backward([torch.ones(4, WIDTH)])
+    one.backward(frozenset({0}), [torch.ones(4, WIDTH)])
     with pytest.raises(RuntimeError, match="a second time"):
-        one.backward([torch.ones(4, WIDTH)])
+        one.backward(frozenset({0}), [torch.ones(4, WIDTH)])
 
 
 def anchors_of(result: Tensor) -> list[Any]:

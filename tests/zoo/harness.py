@@ -28,7 +28,7 @@ from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
-from tests.staging import backward_from, come_back_to, come_to, spoil
+from tests.staging import backward_from, check_gradient_flow, come_back_to, come_to, retain_gradients, spoil
 from tests.traces import covers
 from tests.zoo.entry import Batch, Entry
 
@@ -173,7 +173,9 @@ class Staged:
         result = traced.result(sent[-1])
         loss = entry.loss(result)
         if training:
+            retain_gradients(sent[-1])
             self._backward(loss, received, sent)
+            check_gradient_flow(self.assignment, self.stages, received, sent[-1])
         return Outcome(
             loss=loss.detach(),
             tensors=[tensor.detach() for tensor in Template.of(result).tensors],
