@@ -7,6 +7,7 @@ which torch puts into a normal form anew.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -147,3 +148,28 @@ def symbolic_math() -> list[tuple[Any, str, Any]]:
 
     places = [*((math, name, name) for name in _OF_NUMBERS), *((np, name, ours) for name, ours in _OF_NUMPY.items())]
     return [(module, name, partial(call, getattr(module, name), ours)) for module, name, ours in places]
+
+
+# Who may compare sizes without deciding anything by it.
+_UNDECIDED = ("torch", "sympy", "lightning_fxpipe")
+
+
+def decided_comparisons() -> list[tuple[Any, str, Any]]:
+    """Patches by which user code that compares sizes or numbers gets a bool, and the condition is one of the trace.
+
+    Functions in C accept no other flag: ``torch.set_grad_enabled(self.global_step < 100)``, ``x.sum(1, keepdim=len(x) > 1)``.
+    torch 2.9-2.15.
+    """
+
+    def decided(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def compare(one: Any, other: Any) -> Any:
+            truth = original(one, other)
+            if type(truth) is not torch.SymBool or truth.node.hint is None:
+                return truth
+            package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            return truth if package in _UNDECIDED else bool(truth)
+
+        return compare
+
+    names = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+    return [(kind, name, decided(vars(kind)[name])) for kind in (torch.SymInt, torch.SymFloat) for name in names]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_fxpipe._compat.fake_sizes import symbolic_math
+from lightning_fxpipe._compat.fake_sizes import decided_comparisons, symbolic_math
 from lightning_fxpipe._compat.torch import FakeTensor, checkpoints_replaced, patched_attributes
 from lightning_fxpipe.tracing.distributions import unvalidated_distributions
 from lightning_fxpipe.tracing.record import Recorder
@@ -30,7 +30,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         # ``len(tensor)`` must be an int, which would fix the batch size for good.
         return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
 
-    with calls_through(recorder), unvalidated_distributions(), patched_attributes(*symbolic_math()):
+    with calls_through(recorder), unvalidated_distributions(), patched_attributes(*symbolic_math(), *decided_comparisons()):
         original_apply = vars(torch.autograd.Function)["apply"]
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
