@@ -78,8 +78,8 @@ class Leg:
         sizes: Values of the graph's symbols for one of them.
         admits_one_more: Whether the graph holds for one of them with one sample more.
         forward: Runs the forward pass.
-        backward: Gives what runs the backward pass, for the numbers of the results that have gradients; None without training.
-        interleaved: Gives what runs both at once, likewise; None where there is none.
+        backward: Gives what runs the backward pass for some results' gradients, by their numbers; None without training.
+        interleaved: The same for both passes at once; None where it is not possible.
     """
 
     part: Pass
@@ -103,7 +103,7 @@ class Leg:
         return [output for output, spec in zip(outputs, self.crossings[stage].sent, strict=True) if spec.requires_grad]
 
     def returned(self, stage: int, results: frozenset[int]) -> list[bool]:
-        """Of each received tensor that trains, whether its gradient is sent back where these results have gradients."""
+        """True for each received tensor that trains if its gradient is sent back where these results have gradients."""
         return [spec.has_gradient(results) for spec in self.crossings[stage].received if spec.requires_grad]
 
     def arrived(self, stage: int, gradients: Sequence[Tensor], results: frozenset[int]) -> list[Tensor | None]:
@@ -303,8 +303,8 @@ class RegionPass:
         values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
         random_key: Identifies the batch within the run, for the random numbers of stages.
         training: Whether a backward pass may follow.
-        announce: Tells the other ranks that the backward pass begins, whether what the stages saved is kept for one more, and
-            which results have gradients. Called on the last stage.
+        announce: Tells the others that a backward pass begins, whether what the stages saved is kept for one more, and which
+            results have gradients. Called on the last stage.
         tries: Where the first microbatch is to show that the stages treat samples one by one, what they were before.
         measures: Whether the first microbatch is to show what autograd would keep of it. The state of the random numbers must
             not go from stage to stage then.
@@ -347,9 +347,7 @@ class RegionPass:
         return tuple(Operation.apply(anchor, self.setup, joined, self._lead_backward))  # type: ignore[no-untyped-call]
 
     def run_forward(self) -> tuple[Tensor, ...] | None:
-        """Runs like :meth:`forward`, but leaves the results outside of autograd: the caller takes care of the backward
-        pass.
-        """
+        """Runs like :meth:`forward`, but leaves the results outside of autograd; the caller runs the backward pass."""
         isolated = nullcontext() if self.setup.carries_random_state else isolated_rng()
         with self.setup.norms.deferring(), isolated, sharing_casts(self.setup.device):
             for leg in self.setup.legs:

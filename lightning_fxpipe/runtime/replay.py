@@ -82,6 +82,7 @@ class StepMode(TorchFunctionMode):
             yield
         except FxPipeError as error:
             self._refused = self._refused or error
+            self._in_stage = True  # what the step's blocks do while it is left, such as ending a `no_grad`, has no number
             raise
 
     def check_refused(self) -> None:
@@ -334,7 +335,7 @@ class Replay(StepMode):
             with self.in_stage(), self._ambient.active():
                 outputs = self._run(inputs)
         except BaseException:
-            self._in_stage = True  # what the step's blocks do while it is left, such as ending a `no_grad`, has no number
+            self._in_stage = True  # as in :meth:`refusing`
             raise
         self._is_dry_run = outputs is None
         for key, output in zip(self._record.wanted, outputs or (), strict=outputs is not None):
@@ -377,7 +378,8 @@ class Replay(StepMode):
 
     def _check_same(self, call: RecordedCall, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, structure = tree_flatten((args, kwargs))
-        same = name == call.name and structure == call.structure
+        context = self._ambient.current_if_other()
+        same = name == call.name and structure == call.structure and context == call.context
         same = same and all(
             self._is_same(recorded, leaf) or self._takes_number(CallArgument(call.number, name, position), recorded, leaf)
             for position, (recorded, leaf) in enumerate(zip(call.arguments, leaves, strict=True))
@@ -389,7 +391,7 @@ class Replay(StepMode):
             raise UnsupportedError(
                 "The step takes a different path between its calls of the model than when it was traced.",
                 where=user_source(),
-                observed=observed + (", with other tensors" if observed == expected else ""),
+                observed=observed + (", with other tensors or modes" if observed == expected else ""),
                 expected=f"{expected}, as at {call.source or 'the same place'}",
                 todo="Move the code that varies between batches before the first call of the model, after the last, or into a "
                 "module's forward.",

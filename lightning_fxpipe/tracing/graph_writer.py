@@ -125,8 +125,7 @@ class GraphWriter:
         """Writes down a call."""
         node = self.graph.create_node(operation, target, args, kwargs)
         node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated, checkpoints=self._checkpoints)
-        context = CallContext.current(self._device_type)
-        if context != self._ambient:
+        if (context := self._ambient.current_if_other()) is not None:
             # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
             node.meta["context"] = context
         self._bind_output(result, node)

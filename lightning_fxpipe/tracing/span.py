@@ -188,7 +188,7 @@ class SpanRecorder(Recorder):
         ]
         args, kwargs = tree_unflatten(arguments, structure)
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
-        source = user_source()
+        source, context = user_source(), self._ambient.current_if_other()
         held = [leaf for leaf, key in zip(arguments, described, strict=True) if isinstance(key, TensorKey) and key.is_held]
         last, sides = next(iter(reversed(self.graph.nodes)), None), dict(self.sides)
         has_begun = self.has_begun(number)
@@ -215,6 +215,7 @@ class SpanRecorder(Recorder):
                 source=source,
                 is_aside=is_aside,
                 answer=result if function in LOOKS and not nodes else None,
+                context=context,
             )
         )
         self.after_call(number, nodes)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_fxpipe._compat.torch import TreeSpec
 from lightning_fxpipe.pytree.structure import Template
+from lightning_fxpipe.tracing.torch_calls import CallContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class RecordedCall:
         source: ``file:line`` of the call.
         is_aside: Whether the last stage makes it itself when the region has run, see ``tracing.calls_aside``.
         answer: The value that it has read from a tensor of the batch; None for other calls.
+        context: Modes that it was made under, such as ``no_grad``; None for those that the step began under.
     """
 
     number: int
@@ -75,6 +77,7 @@ class RecordedCall:
     source: str | None
     is_aside: bool
     answer: Any = None
+    context: CallContext | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,11 @@ class CallContext(NamedTuple):
         dtype = torch.get_autocast_dtype(device_type) if autocast else None
         return cls(torch.is_grad_enabled(), device_type, autocast, dtype)
 
+    def current_if_other(self) -> CallContext | None:
+        """The modes of this moment; None if they are these."""
+        current = CallContext.current(self.device_type)
+        return None if current == self else current
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Runs the block under these modes."""

@@ -14,7 +14,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_fxpipe._compat import torch as _compat
-from lightning_fxpipe._compat.fake_sizes import number_hint, symbolic_math
+from lightning_fxpipe._compat.fake_sizes import decided_comparisons, number_hint, symbolic_math
 from lightning_fxpipe._compat.torch import FakeWorld, patched_attributes, symbolic_expression
 
 OPERATIONS: list[Callable[[Any, Any], Any]] = [
@@ -151,3 +151,13 @@ def test_the_hint_of_a_number_is_its_value() -> None:
     _, number = world.shape_env.number(0.25)
     assert [number_hint(each) for each in (number * 2, 3, "x")] == [0.5, 3, "x"]
     assert not world.guards()
+
+
+def test_a_comparison_of_sizes_is_a_flag_in_user_code_and_undecided_in_torchs() -> None:
+    """Functions in C refuse anything but a bool."""
+    world, size, _ = sizes()
+    assert type(size > 3) is torch.SymBool
+    with world.active(), patched_attributes(*decided_comparisons()):
+        assert (size > 3) is True
+        assert eval("size > 3", {"size": size, "__name__": "torch.nn"}).__class__ is torch.SymBool
+    assert len(world.guards()) == 1

@@ -15,6 +15,27 @@ _SET = "strategy/test_set_before_call.py::test_what_the_step_sets_counts_in_its_
 
 MUTANTS = [
     Mutant(
+        "runtime/stage_edges.py",
+        "lambda call: self._stages.get(call, last) >= stage",
+        "lambda call: True",
+        ("ranks/test_absent_gradients.py::test_gradients_that_one_device_lacks_are_none",),
+        "zeros come back for what later stages use detached only",
+    ),
+    Mutant(
+        "runtime/region_pass.py",
+        "        results = with_gradients(gradients)\n",
+        "        results = frozenset(range(len(gradients)))\n",
+        ("ranks/test_absent_gradients.py::test_gradients_that_one_device_lacks_are_none",),
+        "zeros come back for results that the loss does not use",
+    ),
+    Mutant(
+        "runtime/step_tail.py",
+        "            unused=gradients.unused(whole.loss),\n",
+        "",
+        ("ranks/test_absent_gradients.py::test_gradients_that_one_device_lacks_are_none",),
+        "with 1F1B zeros come back for results that the loss does not use",
+    ),
+    Mutant(
         "tracing/recordable.py",
         "        if self.reach is None:\n            with self.numbers_on(root):\n",
         "        if True:\n            with self.numbers_on(root):\n",

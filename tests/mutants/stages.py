@@ -43,8 +43,8 @@ MUTANTS = [
     ),
     Mutant(
         _BUILD,
-        '            requires_grad=node.meta["val"].requires_grad,\n            memory_order=',
-        "            requires_grad=True,\n            memory_order=",
+        '            requires_grad=node.meta["val"].requires_grad,\n            gradient_of=',
+        "            requires_grad=True,\n            gradient_of=",
         (f"{_TEST_BUILD}::test_what_crosses_is_described_as_it_is",),
         "a mask is sent as something that trains",
     ),

@@ -17,6 +17,27 @@ _ALIKE = "test_blocks_are_answered_where_all_that_they_read_is_alike"
 
 MUTANTS = [
     Mutant(
+        "tracing/graph_writer.py",
+        "                self.gradient_flow.note(node, tensor)\n\n",
+        "\n\n",
+        ("tracing/test_gradient_flow.py::test_the_blocks_that_get_a_gradient_are_those_of_autograd",),
+        "what is written into a tensor later gets no gradient",
+    ),
+    Mutant(
+        "tracing/gradient_flow.py",
+        '    if not all(isinstance(getattr(end, "variable", None), nn.Parameter) for end in ends):\n',
+        "    if False:\n",
+        ("tracing/test_gradient_flow.py::test_of_a_call_on_dummy_values_all_operands_are_taken_to_get_gradients",),
+        "operands of a call on dummy values lose their gradients",
+    ),
+    Mutant(
+        "tracing/recording.py",
+        "patched_attributes(*symbolic_math(), *decided_comparisons())",
+        "patched_attributes(*symbolic_math())",
+        ("strategy/test_set_before_call.py::test_a_condition_handed_to_a_function_is_one_of_the_trace",),
+        "a step with a condition as a flag is recorded for each value",
+    ),
+    Mutant(
         "tracing/examples.py",
         '    target = type(node.meta["stateless"]) if "stateless" in node.meta else node.target\n',
         "    target = node.target\n",

@@ -21,7 +21,8 @@ def test_a_step_that_can_run_on_one_rank_is_not_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(same_cuts, "check_agreement", differ)
     traced = SimpleNamespace(kept_whole={}, graph=SimpleNamespace(nodes=[]))
-    assignment: Any = SimpleNamespace(chain=SimpleNamespace(traced=traced), num_stages=2, boundary=lambda stage: [])
+    chain = SimpleNamespace(traced=traced, units=[])
+    assignment: Any = SimpleNamespace(chain=chain, num_stages=2, boundary=lambda stage: [])
     topology: Any = SimpleNamespace(control_group=None)
     with pytest.raises(TraceError, match="The ranks recorded different graphs of the same step"):
         check_same_cuts(assignment, topology)

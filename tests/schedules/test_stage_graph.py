@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.stage_graph import StageGraph, StageGraphs
 from lightning_fxpipe.simulation.actions import Action
 from tests.schedules.test_split_backward import Doubled
@@ -58,3 +60,12 @@ def test_the_second_half_of_a_backward_pass_gives_the_weights_their_gradients() 
     assert graphs.backward(Action.parse("1W0"), ()) == ()
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0]
+
+
+def test_a_gradient_that_nothing_waits_for_is_an_error() -> None:
+    """The stage before has been told that none comes: what made the tensor would miss it."""
+    used, unused = leaves(2.0, 3.0)
+    assert StageGraph.of([used, unused], [used.exp()], [True, False]).backward([torch.zeros(1)]) == (torch.zeros(1),)
+    graph = StageGraph.of([used, unused], [used * unused], [True, False])
+    with pytest.raises(UnsupportedError, match="A tensor between two stages has a gradient in this batch, unlike when"):
+        graph.backward([torch.ones(1)])

@@ -255,6 +255,25 @@ def test_a_counter_that_recorded_code_reads_is_an_input(holder: str, calls: str,
     assert made.count("training_step") <= 5
 
 
+class Flagged(Annealed):
+    """Hands conditions on a counter, and on sizes, to functions of torch."""
+
+    def loss(self, batch: Any, value: float) -> Tensor:
+        with torch.set_grad_enabled(self.global_step < 3):
+            hidden = self.first(batch[0])
+        hidden = nn.functional.dropout(hidden, 0.0, training=self.global_step > 5)
+        return (self.third(self.second(hidden)) - batch[1]).square().mean(0, keepdim=len(hidden) > 1).sum()
+
+
+@pytest.mark.parametrize("calls", ["model", "parts"])
+def test_a_condition_handed_to_a_function_is_one_of_the_trace(calls: str, made: list[str]) -> None:
+    """Functions in C accept no symbol for a flag, so that each value of the counter was recorded anew."""
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="gpipe")
+    there = fit(Flagged("counter", "hook", calls), strategy=strategy)
+    torch.testing.assert_close(there, fit(Flagged("counter", "hook", calls)), rtol=1e-5, atol=1e-6)
+    assert made.count("training_step") <= 6
+
+
 class Between(Annealed):
     """Computes a number before its first call and uses it before the second: a reversal strength, the weight of a mixture."""
 
