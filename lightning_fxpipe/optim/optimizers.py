@@ -250,7 +250,9 @@ class StageOptimizer:
             self._shards.detach()
         self._follow_groups()
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
+        pairs = (zip(fqns, own, strict=True) for fqns, own in zip(self.group_fqns, self._whole, strict=True))
+        # One that user code has removed from the module stays in its group.
+        self._whole = [[parameters.get(fqn, placeholder) for fqn, placeholder in group] for group in pairs]
         self._others = None  # each rank has its own
         self.show_others()
         self._move_states(_CPU)

@@ -29,6 +29,7 @@ from lightning_fxpipe.reporting.table import human_count
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages, schedule_named
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
+from lightning_fxpipe.user_code.step_code import registers_hooks
 
 # So much more than its share a stage may hold before it is worth a slower step.
 _MANY_COPIES = 1.3
@@ -333,6 +334,9 @@ def must_run_jointly(module: nn.Module) -> str:
     own = lightning_class(module)
     if own is not None and getattr(type(module), "backward", None) is not own.backward:
         return "an overridden backward"
+    step = getattr(module, "training_step", None)
+    if step is not None and registers_hooks(module, step):
+        return "hooks that the step registers on modules"
     return ""
 
 

@@ -277,10 +277,17 @@ class Replay(StepMode):
         path = self._paths.get(id(module))
         if self._in_stage or self._is_inside or path is None or path in self._record.transparent:
             return original_call(module, *args, **kwargs)
+        if self._count < self._record.first and self._is_staged(path, module):
+            with self.refusing():  # the step makes fewer calls before the model's than when it was traced
+                raise self._other_path(self._record.calls[0], path, args, kwargs)
         if self._between is not None and self._record.first < self._count <= self._record.last:
             with self.in_stage():
                 self.has_set_between |= self._between.reaching(module, (args, kwargs)) is not None
         return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
+
+    def _is_staged(self, path: str, module: nn.Module) -> bool:
+        """True for a module of the region that other ranks may have the parameters of."""
+        return any(call.name == path for call in self._record.calls) and next(module.parameters(), None) is not None
 
     def classes_with_own_call(self) -> set[type[nn.Module]]:
         """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
@@ -385,17 +392,20 @@ class Replay(StepMode):
             for position, (recorded, leaf) in enumerate(zip(call.arguments, leaves, strict=True))
         )
         if not same:
-            recorded = [self._constant(argument) for argument in call.arguments]
-            expected = _call_words(call.name, ["a tensor" if isinstance(r, TensorKey) else argument_words(r) for r in recorded])
-            observed = _call_words(name, [argument_words(leaf) for leaf in leaves])
-            raise UnsupportedError(
-                "The step takes a different path between its calls of the model than when it was traced.",
-                where=user_source(),
-                observed=observed + (", with other tensors or modes" if observed == expected else ""),
-                expected=f"{expected}, as at {call.source or 'the same place'}",
-                todo="Move the code that varies between batches before the first call of the model, after the last, or into a "
-                "module's forward.",
-            )
+            raise self._other_path(call, name, args, kwargs)
+
+    def _other_path(self, call: RecordedCall, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedError:
+        recorded = [self._constant(argument) for argument in call.arguments]
+        expected = _call_words(call.name, ["a tensor" if isinstance(r, TensorKey) else argument_words(r) for r in recorded])
+        observed = _call_words(name, [argument_words(leaf) for leaf in tree_leaves((args, kwargs))])
+        return UnsupportedError(
+            "The step takes a different path between its calls of the model than when it was traced.",
+            where=user_source(),
+            observed=observed + (", with other tensors or modes" if observed == expected else ""),
+            expected=f"{expected}, as at {call.source or 'the same place'}",
+            todo="Move the code that varies between batches before the first call of the model, after the last, or into a "
+            "module's forward.",
+        )
 
     def _is_same(self, recorded: Any, actual: Any) -> bool:
         if not isinstance(recorded, TensorKey):

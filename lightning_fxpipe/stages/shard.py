@@ -89,6 +89,18 @@ def check_none_late(fqns: Sequence[str]) -> None:
         )
 
 
+def check_none_removed(fqns: Sequence[str]) -> None:
+    """Raises :class:`UnsupportedError` if parameters are no longer part of the module, which was split with them."""
+    if fqns:
+        raise UnsupportedError(
+            "Parameters were removed from the module after it was split into stages.",
+            where="a hook of the run",
+            observed=fqns[0] + (f" and {len(fqns) - 1} others" if len(fqns) > 1 else ""),
+            expected="the same layers during the whole run",
+            todo="Skip the layer by a flag that its forward reads, or start another run with the changed module.",
+        )
+
+
 def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Materials) -> None:
     """Gives the rank's own tensors that have no data theirs."""
     blank = [(module, name, fqn, tensor) for module, name, fqn, tensor in named_tensors(root) if tensor.is_meta and is_own(fqn)]

@@ -20,6 +20,7 @@ Recording it
     - ``state_reads``, ``made_tensors``: what comes into one by another way than its arguments, and from whom.
     - ``tensors_in_place``: tensors that several have and that one changes.
     - ``shared_state``, ``exchanges``, ``views``, ``reachable``: plain values that come so.
+    - ``passing_hooks``: hooks that code registers while it runs.
     - ``set_between``: what the step sets between its calls for a later one.
     - ``tensor_classes``: inputs of classes of their own.
     - ``kept_state``: what a module keeps from one of its calls for the next one.

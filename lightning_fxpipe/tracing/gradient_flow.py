@@ -79,7 +79,7 @@ def reached_by_gradients(results: Iterable[Tensor], arguments: Sequence[Tensor])
 
 
 def _edge_of(tensor: Tensor) -> _Edge | None:
-    """The operation that gradients of a tensor come to; None for a view of a parameter that was made under ``no_grad``, which has none."""
+    """The operation that gradients of a tensor come to; None for a view of a parameter from under ``no_grad``: it has none."""
     if (operation := tensor.grad_fn) is None:
         with torch.enable_grad():
             operation, _ = tensor.view_as(tensor).grad_fn.next_functions[0]  # type: ignore[union-attr]

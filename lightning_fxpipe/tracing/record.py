@@ -43,6 +43,7 @@ from lightning_fxpipe.tracing.inner_results import InnerCalls
 from lightning_fxpipe.tracing.kept_state import KeptState
 from lightning_fxpipe.tracing.known_calls import Known, KnownCalls, Question
 from lightning_fxpipe.tracing.made_tensors import MadeTensors
+from lightning_fxpipe.tracing.passing_hooks import PassingHooks
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed, result_of_function
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings, is_torch_leaf
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
@@ -102,6 +103,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
         self._module_call = nn.Module.__call__
         self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
+        self.passing_hooks = PassingHooks(settings.modules.values())
         self.in_place = TensorsInPlace(before, settings.modules, self.known_calls.note_write)
         self._watches: list[Snapshot] = []  # of what opened code may change, which is running
 
@@ -207,6 +209,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         try:
             with self.watching(state):
                 result = original_call(module, *args, **kwargs)
+            self.passing_hooks.check()
             if before != python_rng():
                 raise RecordError("its Python draws random numbers")
             left = attributes.assigned_tensors() if self._may_leave_tensors() else {}
@@ -283,6 +286,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if asked is not None and asked.answer is not None:
             self.shared_state.note_begin(path, module)
             return self._record_answer(path, asked, asked.answer)
+        self.passing_hooks.note_call(path, modules_inside(module).values())
         # Containers and objects among the arguments; the module may look at a part of them, and may change them.
         objects = [value for value in (*args, *kwargs.values()) if not is_value(value)]
         before = self._template_of(objects)

@@ -48,6 +48,8 @@ from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
 from lightning_fxpipe.user_code.snapshot import Snapshot, state_of_opened, user_state
 from lightning_fxpipe.user_code.step_code import attribute_uses, code_of
 
+_LATE = "object has no attribute"  # in the words of an AttributeError
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedRegion:
@@ -378,6 +380,7 @@ def _record(
             try:
                 with recorder.watching(*watches):
                     result = call.run(root, recorder, run.example)
+                recorder.passing_hooks.check()
                 drew = python_rng() != recorder.generators_before
             except (Exception, RecordError, MustStayWhole) as error:
                 if recorder.shared_state.is_trying:  # it may be for want of what others leave
@@ -480,11 +483,12 @@ def _holds(condition: sympy.Basic, sizes: Mapping[Any, int | float]) -> bool:
 
 
 def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | None) -> TraceError:
+    late = "If configure_optimizers or a later hook sets the attribute, set it in configure_model. " if _LATE in reason else ""
     return TraceError(
         f"The forward of {_name(root, call)} cannot be traced.",
         where=f"{call.label}, {source or 'source unknown'}",
         observed=reason,
         expected="code that runs on one device and does not read tensor values at this level",
-        todo="If the same error occurs on one device, fix that first. Otherwise move the code into a submodule, which is not "
-        "split if it cannot be traced. Store a tensor that one call passes to another in an attribute, not in a list or dict.",
+        todo=f"{late}If the same error occurs on one device, fix that first. Otherwise move the code into a submodule, which "
+        "stays whole if it cannot be traced. Store a tensor that one call passes to another in an attribute, not in a list or dict.",
     )

@@ -26,6 +26,9 @@ from lightning_fxpipe.user_code.frames import is_framework, is_machinery
 _CHANGING = frozenset({"trainer", "global_step", "current_epoch", "random", "time", "optimizers", "lr_schedulers"})
 # What the model may be called with that no attribute of a module tells.
 _RUN_STATE = frozenset({"optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups", "time"})
+_REGISTERING = frozenset(
+    {"register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"}
+)
 _MAX_METHODS = 50
 
 
@@ -102,6 +105,11 @@ def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) ->
     if code is None or uses_arguments_after_batch(function):
         return True
     return any(_CHANGING & {*current.co_names} for current in codes_called(type(root), code))
+
+
+def registers_hooks(root: nn.Module, function: Callable[..., Any]) -> bool:
+    """Returns True if a step, or a method that it calls, names a function that registers a hook on a module."""
+    return not _REGISTERING.isdisjoint(names_in_step(root, function))
 
 
 def names_in_step(root: nn.Module, function: Callable[..., Any]) -> frozenset[str]:

@@ -15,6 +15,34 @@ _SET = "strategy/test_set_before_call.py::test_what_the_step_sets_counts_in_its_
 
 MUTANTS = [
     Mutant(
+        "runtime/replay.py",
+        "        if self._count < self._record.first and self._is_staged(path, module):\n",
+        "        if False:\n",
+        ("ranks/test_late_calls.py::test_a_step_may_make_fewer_calls_before_it_calls_the_model",),
+        "a call of the model is taken for one before it",
+    ),
+    Mutant(
+        "planner/step_plan.py",
+        "    if step is not None and registers_hooks(module, step):\n",
+        "    if False:\n",
+        ("ranks/test_late_calls.py::test_hooks_that_the_step_registers_run_in_every_step",),
+        "hooks that a step registers act in its first batch only",
+    ),
+    Mutant(
+        "runtime/replay.py",
+        " and structure == call.structure and context == call.context\n",
+        " and structure == call.structure\n",
+        ("strategy/test_set_before_call.py::test_a_condition_handed_to_a_function_is_one_of_the_trace",),
+        "the mode that a step calls its modules under stays that of the first batch",
+    ),
+    Mutant(
+        "tracing/trace.py",
+        "                recorder.passing_hooks.check()\n",
+        "",
+        ("tracing/test_passing_hooks.py::test_a_model_that_does_so_in_its_own_forward_is_refused",),
+        "a hook of one forward is left out",
+    ),
+    Mutant(
         "runtime/stage_edges.py",
         "lambda call: self._stages.get(call, last) >= stage",
         "lambda call: True",

@@ -126,6 +126,31 @@ class Flipped(Consistent):
         return loss
 
 
+class FewerBefore(Consistent):
+    """Makes a tensor before it calls parts of the model in every second step, so that these calls have other numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = torch.ones(len(batch[0])) if batch_idx % 2 else None
+        hidden = self.backbone(batch[0])
+        if weight is not None:
+            hidden = hidden * weight[:, None]
+        loss = nn.functional.cross_entropy(self.head(hidden), batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+class Hooked(Consistent):
+    """Registers a hook on a part of the model while it calls that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        handle = self.backbone[1].register_forward_hook(lambda module, args, output: output * 0.5)
+        scores = self(batch[0])
+        handle.remove()
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        self.log("loss", loss)
+        return loss
+
+
 def has_few_traces(trainer: Any, module: Any, folder: Path) -> bool:
     """True if the training step is traced once for each value of the flag and size of batch, at most."""
     if not isinstance(trainer.strategy, FxPipeStrategy):
@@ -134,7 +159,7 @@ def has_few_traces(trainer: Any, module: Any, folder: Path) -> bool:
 
 
 MODULES = {"the module": Consistent, "backbone": ConsistentInside, "repeated": Repeated}
-GOING_ON = {"counted": Counted, "lazy": Lazy, "flipped": Flipped}
+GOING_ON = {"counted": Counted, "lazy": Lazy, "flipped": Flipped, "fewer before": FewerBefore, "hooked": Hooked}
 
 
 def refused(name: str, folder: str) -> str:
@@ -208,3 +233,13 @@ def test_a_training_step_may_make_a_further_call_every_few_steps(ranks: Callable
 def test_a_step_goes_back_to_the_trace_of_an_earlier_value(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     """A trace that is out of date for this value is no reason to record: another one may hold."""
     compare(ranks, do, ["flipped"], tmp_path, 2)
+
+
+def test_a_step_may_make_fewer_calls_before_it_calls_the_model(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Compared with the trace, the model's call was taken for one before it, and ran on a rank that lacks its parameters."""
+    compare(ranks, do, ["fewer before"], tmp_path, 2)
+
+
+def test_hooks_that_the_step_registers_run_in_every_step(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Only the rank that runs the step registered them, from the second batch on."""
+    compare(ranks, do, ["hooked"], tmp_path, 2)

@@ -256,7 +256,8 @@ def train_late(hook: str) -> str:
     if hook == "configure_optimizers":
         module = Late()
     else:
-        module.on_fit_start = lambda: setattr(module.head, "0", nn.Linear(12, 12))  # type: ignore[method-assign]
+        late = nn.Linear(12, 12) if hook == "on_fit_start" else nn.Identity()
+        setattr(module, hook, lambda: setattr(module.head, "0", late))
     with pytest.raises(Exception) as caught:  # noqa: PT011 (the rank with the stage is stopped by the other)
         make_trainer(max_epochs=1, strategy=FxPipeStrategy(num_microbatches=2), devices=2).fit(module)
     return str(caught.value)
@@ -275,7 +276,8 @@ def save_without_room(folder: str) -> tuple[bool, list[str]]:
 
 def refuse_and_save(folder: str) -> Any:
     saved = save_without_room(folder)
-    return train_late("configure_optimizers"), train_late("on_fit_start"), saved  # where ranks fail apart no run follows
+    late = train_late("configure_optimizers"), train_late("on_train_start")
+    return *late, train_late("on_fit_start"), saved  # where ranks fail apart no run follows
 
 
 def test_late_layers_are_refused_and_checkpoints_are_folders_without_memory_for_a_file(ranks: Ranks, tmp_path: Path) -> None:
@@ -283,13 +285,15 @@ def test_late_layers_are_refused_and_checkpoints_are_folders_without_memory_for_
     pool = ranks(2)
     results = pool.run(refuse_and_save, str(tmp_path))
     pool.kill()  # the ranks have lost each other
-    for made, _, (is_folder, _) in results:
+    for made, removed, _, (is_folder, _) in results:
+        assert "Parameters were removed from the module after it was split into stages." in removed
+        assert "Observed: head.0.bias and 1 others" in removed
         assert "Parameters were added to the module after it was split into stages." in made
         assert "Observed: head.0.0.weight and 3 others" in made
         assert "created in the constructor, setup or configure_model" in made
         assert is_folder
     # A replaced parameter is a fault where its stage is not.
-    assert any("Observed: head.0.weight and 1 others" in replaced for _, replaced, _ in results)
+    assert any("Observed: head.0.weight and 1 others" in replaced for *_, replaced, _ in results)
     messages = [message for *_, (_, found) in results for message in found]
     assert len(messages) == 1
     assert "A single file would need 0.0 GiB" in messages[0]
