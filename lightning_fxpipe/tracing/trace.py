@@ -490,5 +490,5 @@ def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | N
         observed=reason,
         expected="code that runs on one device and does not read tensor values at this level",
         todo=f"{late}If the same error occurs on one device, fix that first. Otherwise move the code into a submodule, which "
-        "stays whole if it cannot be traced. Store a tensor that one call passes to another in an attribute, not in a list or dict.",
+        "stays whole if it cannot be traced. Store tensors that calls pass to each other in attributes, not in a list or dict.",
     )
