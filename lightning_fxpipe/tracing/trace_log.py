@@ -71,6 +71,7 @@ class TraceLog:
         self.inform, self.warn = info, warn
         self.told = told
         self._changes: dict[str, Counter[str]] = {}
+        self._num_retraces: Counter[str] = Counter()
         self.traces: deque[Traced] = deque(maxlen=_KEPT)
 
     def add(self, made: Traced, varying: frozenset[tuple[int, int]]) -> None:
@@ -78,21 +79,21 @@ class TraceLog:
         before = [traced for traced in self.traces if traced.step == made.step]
         self.traces.append(made)
         counter = self._changes.setdefault(made.step, Counter())
+        before = [traced for traced in before if _call_of(traced) == _call_of(made)]  # a step may make several calls
         if not before:
-            counter["the first call"] += 1
             return
+        self._num_retraces[made.step] += 1
         alike = [traced for traced in before if traced.signature == made.signature]
-        of_this_call = [traced for traced in before if _call_of(traced) == _call_of(made)]  # a step may make several
-        changes = _changes((alike or of_this_call or before)[-1], made, varying)
-        repeats = any(counter[what] for what in changes) and bool(of_this_call)
+        changes = _changes((alike or before)[-1], made, varying)
+        repeats = any(counter[what] for what in changes)
         message = f"{made.step} was retraced in {made.seconds:.1f} s: {'; '.join(changes.values())}."
         (self.inform if repeats else self._detail)(message)
         counter.update(changes.keys())
-        if len(before) + 1 == MANY_TRACES:
+        if self._num_retraces[made.step] == MANY_TRACES - 1:
             (what, times), *_ = counter.most_common(1)
             todo = _NEEDS_VALUE if what in made.changed else _MANY_VALUES
             self.warn(
-                f"{made.step} has been traced {MANY_TRACES} times, {times} times because of {what}. The last one took "
+                f"{made.step} has been retraced {MANY_TRACES - 1} times, {times} times because of {what}. The last one took "
                 f"{made.seconds:.1f} s. To avoid a trace for every new value, {todo}"
             )
 
