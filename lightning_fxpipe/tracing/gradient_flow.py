@@ -115,17 +115,22 @@ class GradientSources:
 
     def __init__(self, results: Sequence[fx.Node]) -> None:
         self._results = results
-        # Of each tensor the calls that give it a gradient, with the numbers of the results.
-        self._users: dict[fx.Node, dict[fx.Node, set[int]]] = {}
+        self._users: dict[fx.Node, list[fx.Node]] = {}  # of each tensor those that give it a gradient
+        self._numbers: dict[fx.Node, int] = {}  # of the results that give a tensor a gradient, as bits
         for number, result in enumerate(results):
-            pending, seen = [result], {result}
-            while pending:
-                user = pending.pop()
-                for operand in _operands(user) if _may_train(user) else ():
-                    self._users.setdefault(operand, {}).setdefault(_call_of(user), set()).add(number)
-                    if operand not in seen:
-                        seen.add(operand)
-                        pending.append(operand)
+            self._numbers[result] = self._numbers.get(result, 0) | 1 << number
+        pending, seen = [*results], set[fx.Node]()
+        while pending:
+            user = pending.pop()
+            operands = _operands(user) if _may_train(user) else ()
+            for operand in operands:
+                if user not in seen:
+                    self._users.setdefault(operand, []).append(user)
+                before = self._numbers.get(operand, 0)
+                self._numbers[operand] = before | self._numbers[user]
+                if self._numbers[operand] != before:
+                    pending.append(operand)
+            seen.add(user)
 
     def of(self, node: fx.Node, counts: Callable[[fx.Node], bool]) -> frozenset[int]:
         """Numbers of the results that give a tensor a gradient.
@@ -134,9 +139,11 @@ class GradientSources:
             node: The tensor.
             counts: True for the calls that may use it, as those behind a cut.
         """
-        users = self._users.get(node, {})
-        own = [{number} for number, result in enumerate(self._results) if result is node]
-        return frozenset().union(*own, *(numbers for user, numbers in users.items() if counts(user)))
+        users = (user for user in self._users.get(node, ()) if counts(_call_of(user)))
+        bits = sum({1 << number for number, result in enumerate(self._results) if result is node})
+        for user in users:
+            bits |= self._numbers[user]
+        return frozenset(number for number in range(len(self._results)) if bits >> number & 1)
 
 
 def _call_of(node: fx.Node) -> fx.Node:
