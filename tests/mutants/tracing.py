@@ -20,7 +20,7 @@ MUTANTS = [
         "tracing/graph_writer.py",
         "                self.gradient_flow.note(node, tensor)\n\n",
         "\n\n",
-        ("tracing/test_gradient_flow.py::test_the_blocks_that_get_a_gradient_are_those_of_autograd",),
+        ("tracing/test_gradient_flow.py::test_a_tensor_gets_the_gradients_of_what_is_written_into_it",),
         "what is written into a tensor later gets no gradient",
     ),
     Mutant(

@@ -87,6 +87,13 @@ def test_each_result_has_its_own_tensors_and_a_cut_counts_only_what_is_behind_it
     assert sources.of(nodes["blocks.2"], lambda user: False) == {1}  # it is that result
 
 
+def test_a_tensor_gets_the_gradients_of_what_is_written_into_it() -> None:
+    """When it was made, it required none."""
+    traced = trace(Blocks(written), batch(), opened=("blocks",))
+    (made,) = (node for node in traced.graph.nodes if node.target is torch.zeros)
+    assert GradientSources(traced.output_node.args[0]).of(made, lambda user: True) == {0}  # type: ignore[arg-type]
+
+
 def test_of_a_call_on_dummy_values_all_operands_are_taken_to_get_gradients() -> None:
     x, unused, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2))
     made_up = torch.ones(2, requires_grad=True)
