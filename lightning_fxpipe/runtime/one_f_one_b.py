@@ -138,19 +138,19 @@ class InterleavedPass:
         """
         of, results = action.stage, self.results
         if action.kind is not FORWARD:
-            gives = of == self.setup.last_stage or action.kind is WEIGHT_BACKWARD
-            return graphs.backward(action, received if gives else leg.arrived(of, received, results))
+            is_end = of == self.setup.last_stage or action.kind is WEIGHT_BACKWARD  # to which no gradient comes
+            gradients = received if is_end else leg.arrived(of, received, results)
+            return graphs.backward(action, gradients, leg.returned(of, results))
         received = leg.leaves(of, received)
         with nullcontext() if watch is None else watch.watching():
             outputs, _ = self._run.compute(leg, self.setup.stages[of], action.microbatch, received, state=None, training=True)
             if of == self.setup.last_stage:
                 loss = self._weighted_loss(leg, action.microbatch, outputs)
         splits = watch is not None and not watch.has_seen_any
-        returned = leg.returned(of, results)
         if of != self.setup.last_stage:
-            graphs.put(action, StageGraph.of(received, leg.trained(of, outputs), returned), splits=splits)
+            graphs.put(action, StageGraph.of(received, leg.trained(of, outputs)), splits=splits)
             return [output.detach() for output in outputs]
-        graphs.put(action, StageGraph.of(received, (loss,), returned), splits=splits, gradient=torch.ones_like(loss))
+        graphs.put(action, StageGraph.of(received, (loss,)), splits=splits, gradient=torch.ones_like(loss))
         return ()
 
     def _weighted_loss(self, leg: Leg, index: int, outputs: tuple[Tensor, ...]) -> Tensor:

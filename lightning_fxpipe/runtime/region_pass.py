@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -444,7 +444,7 @@ class RegionPass:
             )
         is_last = of == self.setup.last_stage
         own = leg.trained(of, self._own_gradients(leg, index, joined)) if is_last else leg.arrived(of, received, results)
-        return replace(graph, returned=tuple(leg.returned(of, results))).backward(own, only=only, retains=self.retains)
+        return graph.backward(own, returned=leg.returned(of, results), only=only, retains=self.retains)
 
     def _own_gradients(self, leg: Leg, index: int, joined: Sequence[Tensor | None]) -> list[Tensor | None]:
         found: list[Tensor | None] = []

@@ -22,41 +22,43 @@ class StageGraph:
     Attributes:
         inputs: The received tensors that train, which are leaves.
         ends: Of each output the edge where its backward begins; None for one that does not train.
-        returned: Of each input, whether its gradient is wanted.
     """
 
     inputs: tuple[Tensor, ...]
     ends: tuple[GradientEdge | None, ...]
-    returned: tuple[bool, ...]
 
     @classmethod
-    def of(cls, received: Sequence[Tensor], outputs: Sequence[Tensor], returned: Sequence[bool] | None = None) -> StageGraph:
+    def of(cls, received: Sequence[Tensor], outputs: Sequence[Tensor]) -> StageGraph:
         """Returns the graph of what a stage has computed.
 
         Args:
             received: All that it has received.
             outputs: All that it has computed.
-            returned: Of each received tensor that trains, whether its gradient is wanted; by default those of all are.
         """
         ends = tuple(_edge(output) if output.requires_grad else None for output in outputs)
-        inputs = tuple(tensor for tensor in received if tensor.requires_grad)
-        return cls(inputs, ends, (True,) * len(inputs) if returned is None else tuple(returned))
+        return cls(tuple(tensor for tensor in received if tensor.requires_grad), ends)
 
     def backward(
-        self, gradients: Sequence[Tensor | None], *, only: Sequence[Tensor] | None = None, retains: bool = False
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        returned: Sequence[bool] | None = None,
+        only: Sequence[Tensor] | None = None,
+        retains: bool = False,
     ) -> tuple[Tensor, ...]:
         """Computes the gradients of the inputs and the weights.
 
         Args:
             gradients: Of each output; None where it has none.
+            returned: Of each input, whether its gradient is expected; by default those of all are.
             only: The tensors that get gradients, besides the inputs; by default all that train.
             retains: Whether the graph is kept for one more backward pass.
 
         Returns:
-            The gradients of the inputs, of those that are :attr:`returned`; zeros for one that has no part in the outputs.
+            The expected gradients of inputs; zeros for one that has no part in the outputs.
 
         Raises:
-            UnsupportedError: Another input has a gradient.
+            UnsupportedError: An input has an unexpected gradient.
         """
         ends, given = self._pairs(gradients)
         wanted = None if only is None else [*self.inputs, *(tensor for tensor in only if tensor.requires_grad)]
@@ -65,30 +67,33 @@ class StageGraph:
         found = [tensor.grad for tensor in self.inputs]
         for tensor in self.inputs:
             tensor.grad = None
-        return self._filled(found)
+        return self._filled(found, returned)
 
-    def input_backward(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], WeightGradients | None]:
+    def input_backward(
+        self, gradients: Sequence[Tensor | None], returned: Sequence[bool] | None = None
+    ) -> tuple[tuple[Tensor, ...], WeightGradients | None]:
         """Computes the gradients of the inputs; of the weights as well where the graph cannot be run in two halves.
 
         Args:
-            gradients: As of :meth:`backward`.
+            gradients, returned: As of :meth:`backward`.
 
         Returns:
             As :meth:`backward`, and what is left to do for the weights.
         """
         split = input_gradients(*self._pairs(gradients), self.inputs)
         if split is None:
-            return self.backward(gradients), None
+            return self.backward(gradients, returned=returned), None
         found, left = split
-        return self._filled(found), left
+        return self._filled(found, returned), left
 
     def _pairs(self, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
         pairs = [(end, grad) for end, grad in zip(self.ends, gradients, strict=True) if end is not None and grad is not None]
         return [end for end, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _filled(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def _filled(self, gradients: Sequence[Tensor | None], returned: Sequence[bool] | None) -> tuple[Tensor, ...]:
         filled: list[Tensor] = []
-        for tensor, gradient, is_returned in zip(self.inputs, gradients, self.returned, strict=True):
+        returned = (True,) * len(self.inputs) if returned is None else returned
+        for tensor, gradient, is_returned in zip(self.inputs, gradients, returned, strict=True):
             if is_returned:
                 filled.append(torch.zeros_like(tensor) if gradient is None else gradient)
             elif gradient is not None:
@@ -124,12 +129,15 @@ class StageGraphs:
         """
         self._graphs[action.stage, action.microbatch] = graph, splits, gradient
 
-    def backward(self, action: Action, received: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def backward(
+        self, action: Action, received: Sequence[Tensor | None], returned: Sequence[bool] | None = None
+    ) -> Sequence[Tensor]:
         """Runs a backward action.
 
         Args:
             action: The action.
             received: The gradients of the stage's outputs, None for one that has none; nothing on the last stage.
+            returned: As of :meth:`StageGraph.backward`.
 
         Returns:
             The gradients of the stage's inputs; nothing where the action computes those of weights.
@@ -142,8 +150,8 @@ class StageGraphs:
         graph, splits, gradient = self._graphs.pop(key)
         gradients = received if gradient is None else (gradient,)
         if action.kind is BACKWARD or not splits:
-            return graph.backward(gradients)
-        found, left = graph.input_backward(gradients)
+            return graph.backward(gradients, returned=returned)
+        found, left = graph.input_backward(gradients, returned)
         if left is not None:
             self._left[key] = left
         return found

@@ -77,28 +77,36 @@ def drop_other_stages(
     return dropped
 
 
-def check_none_late(fqns: Sequence[str]) -> None:
-    """Raises :class:`UnsupportedError` if parameters were made after the module was split."""
-    if fqns:
+def check_is_as_split(added: Sequence[str], removed: Sequence[str]) -> None:
+    """Refuses a module whose parameters are not those that were split.
+
+    Args:
+        added: FQNs of parameters that have been made since.
+        removed: FQNs of those that are no longer there.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    if added:
         raise UnsupportedError(
             "Parameters were added to the module after it was split into stages.",
             where="configure_optimizers, or a hook of the run",
-            observed=fqns[0] + (f" and {len(fqns) - 1} others" if len(fqns) > 1 else ""),
+            observed=_first_of(added),
             expected="layers created in the constructor, setup or configure_model",
             todo="Create these layers in configure_model, where the Trainer, its datamodule and the data are also available.",
         )
-
-
-def check_none_removed(fqns: Sequence[str]) -> None:
-    """Raises :class:`UnsupportedError` if parameters are no longer part of the module, which was split with them."""
-    if fqns:
+    if removed:
         raise UnsupportedError(
             "Parameters were removed from the module after it was split into stages.",
             where="a hook of the run",
-            observed=fqns[0] + (f" and {len(fqns) - 1} others" if len(fqns) > 1 else ""),
+            observed=_first_of(removed),
             expected="the same layers during the whole run",
             todo="Skip the layer by a flag that its forward reads, or start another run with the changed module.",
         )
+
+
+def _first_of(fqns: Sequence[str]) -> str:
+    return fqns[0] + (f" and {len(fqns) - 1} others" if len(fqns) > 1 else "")
 
 
 def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Materials) -> None:

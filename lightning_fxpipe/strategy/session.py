@@ -47,7 +47,7 @@ from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.stages.replicas import Replicated
-from lightning_fxpipe.stages.shard import check_none_late, check_none_removed, drop_other_stages
+from lightning_fxpipe.stages.shard import check_is_as_split, drop_other_stages
 from lightning_fxpipe.strategy.example_run import ExampleRuns
 from lightning_fxpipe.strategy.first_values import hooks_change_checkpoints
 from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
@@ -249,8 +249,7 @@ class Session:
         holds_any, stages_of = self._topology.holds_any, self.plan.stages_of
         elsewhere = [fqn for fqn, p in parameters.items() if not p.is_meta and stages_of(fqn) and not holds_any(stages_of(fqn))]
         late = [*(fqn for fqn in parameters if fqn not in self._split_names), *elsewhere]
-        check_none_late(late)
-        check_none_removed(sorted({*self._split_names} - parameters.keys()))
+        check_is_as_split(late, sorted(self._split_names - parameters.keys()))
         self._checked = parameters
 
     def _train(self, step: Step, batch: Any) -> Any:

@@ -125,7 +125,7 @@ CASES: dict[str, tuple[type[Decayed], dict[str, Any]]] = {
 
 
 def absent(trainer: Any, module: Any, folder: Path) -> list[list[bool]]:
-    """Of each step, which parameters had no gradient."""
+    """True for each parameter without a gradient, step by step."""
     found: list[list[bool]] = module.found
     assert any(map(any, found))
     return found

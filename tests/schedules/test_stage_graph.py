@@ -65,7 +65,8 @@ def test_the_second_half_of_a_backward_pass_gives_the_weights_their_gradients() 
 def test_a_gradient_that_nothing_waits_for_is_an_error() -> None:
     """The stage before has been told that none comes: what made the tensor would miss it."""
     used, unused = leaves(2.0, 3.0)
-    assert StageGraph.of([used, unused], [used.exp()], [True, False]).backward([torch.zeros(1)]) == (torch.zeros(1),)
-    graph = StageGraph.of([used, unused], [used * unused], [True, False])
+    expected = [True, False]
+    assert StageGraph.of([used, unused], [used.exp()]).backward([torch.zeros(1)], returned=expected) == (torch.zeros(1),)
+    graph = StageGraph.of([used, unused], [used * unused])
     with pytest.raises(UnsupportedError, match="A tensor between two stages has a gradient in this batch, unlike when"):
-        graph.backward([torch.ones(1)])
+        graph.backward([torch.ones(1)], returned=expected)
