@@ -37,6 +37,7 @@ from lightning_fxpipe.schedules.split_backward import HookWatch
 from lightning_fxpipe.schedules.stage_graph import StageGraph, StageGraphs
 from lightning_fxpipe.simulation.actions import FORWARD, WEIGHT_BACKWARD, Action
 from lightning_fxpipe.stages.shared_casts import sharing_casts
+from lightning_fxpipe.tracing.gradient_flow import reached_by_gradients
 from lightning_fxpipe.user_code.step import Step
 from lightning_fxpipe.user_code.undo import UndoneRuns
 
@@ -76,6 +77,7 @@ class InterleavedPass:
         self._runs: UndoneRuns | None = None
         self._results = self.setup.joining()
         self._done: dict[int, TailRun] = {}  # on the last stage, by number of the microbatch
+        self._reached: set[int] | None = None  # on the last stage, numbers of the results that the losses depend on
         self.has_assigned = False
 
     def run(self) -> tuple[Tensor, ...] | None:
@@ -83,6 +85,9 @@ class InterleavedPass:
 
         Returns:
             On the last stage the joined results, without gradient; None where they are not kept.
+
+        Raises:
+            UnsupportedError: The losses do not depend on one of :attr:`results`.
         """
         norms, casts = self.setup.norms.deferring(), sharing_casts(self.setup.device)
         with self.gradients.computing(), norms, casts, isolated_rng(), self._undone_runs():
@@ -91,6 +96,8 @@ class InterleavedPass:
                 executor = leg.interleaved(self.results)
                 watch = HookWatch() if executor.splits_backward else None
                 executor.step(partial(self._compute, leg, StageGraphs(), watch))
+        if self._reached is not None and (unused := self.results - self._reached):
+            raise _unused_results(unused, self.setup)
         return self._results.take() if self.setup.is_last and self._results.are_complete else None
 
     @contextmanager
@@ -171,6 +178,7 @@ class InterleavedPass:
         self._done[number] = done if loss is None else replace(done, loss=loss.detach())
         if loss is None or not weight:  # the loss may be nan, and nan times zero is nan
             return torch.zeros((), device=self.setup.device)
+        self._reached = {*(self._reached or ()), *reached_by_gradients([loss], outputs)}
         return loss.reshape(()) * (weight * self.scale)
 
     def logged_loss(self) -> tuple[Tensor, float, list[LogEntry]]:
@@ -208,3 +216,14 @@ class InterleavedPass:
             expected="a mean or a sum over samples, as 1F1B requires",
             todo='Set FxPipeStrategy(schedule="gpipe"), which supports any loss.',
         )
+
+
+def _unused_results(numbers: frozenset[int], setup: PassSetup) -> UnsupportedError:
+    shapes = ", ".join(str(tuple(setup.joined_specs[number].shape)) for number in sorted(numbers))
+    return UnsupportedError(
+        "The loss no longer depends on a result of the model that it has depended on before.",
+        observed=f"no gradient for a result of shape {shapes}, in any microbatch",
+        expected="a loss that depends on the same results in every batch: weight decay and momentum would move parameters "
+        "whose gradient is zero, and do not if there is none",
+        todo='Set FxPipeStrategy(schedule="gpipe"), or multiply the term by zero instead of leaving it out.',
+    )

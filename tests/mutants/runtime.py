@@ -435,6 +435,13 @@ MUTANTS = [
         "a batch whose loss is not that of its microbatches trains all the same",
     ),
     Mutant(
+        _TURNS,
+        "(unused := self.results - self._reached)",
+        "(unused := frozenset[int]())",
+        ("ranks/test_absent_gradients.py::test_a_result_that_the_loss_leaves_out_later_is_refused_with_1f1b",),
+        "a loss that leaves a result out gives zeros for gradients that one device lacks",
+    ),
+    Mutant(
         _CHANGES,
         "        if frozen:\n            return",
         "        if False:\n            return",

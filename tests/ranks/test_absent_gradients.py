@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from lightning_fxpipe import FxPipeError, FxPipeStrategy
+from tests.lit import make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import NetWithLoss, Run, compare, go
 
@@ -141,3 +143,33 @@ def do(name: str, folder: str, stages: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stages", [2, 3])
 def test_gradients_that_one_device_lacks_are_none(ranks: Callable[[int], RankPool], tmp_path: Path, stages: int) -> None:
     compare(ranks, do, list(CASES), tmp_path, stages)
+
+
+class LeavesOut(WithTeacher):
+    """Trains by both of its results, from the third step on by the scores alone."""
+
+    def loss(self, batch: Any) -> Tensor:
+        scores, taught = self(batch[0])
+        loss = cross_entropy(scores, batch[1])
+        return loss + taught.square().mean() if self.global_step < 2 else loss
+
+
+def left_out() -> str:
+    """Returns the error of a short run with 1F1B, after the number of its steps."""
+    strategy = FxPipeStrategy(num_microbatches=2, schedule="1f1b")
+    trainer = make_trainer(max_epochs=1, strategy=strategy, devices=2)
+    with pytest.raises(FxPipeError) as caught:
+        trainer.fit(LeavesOut())
+    notes = getattr(caught.value, "__notes__", [])
+    return "".join([f"{trainer.global_step} steps. ", str(caught.value), *notes])
+
+
+def test_a_result_that_the_loss_leaves_out_later_is_refused_with_1f1b(ranks: Callable[[int], RankPool]) -> None:
+    pool = ranks(2)
+    try:
+        for message in pool.run(left_out):
+            assert message.startswith("2 steps. ")
+            assert "The loss no longer depends on a result of the model that it has depended on before." in message
+            assert "(8, 5)" in message
+    finally:
+        pool.kill()
