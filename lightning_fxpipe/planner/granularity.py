@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import nn
 
+from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.cost import Chain, build_chain
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.partition import Demands, NothingFits, Weights, cheapest_cuts, lightest_maximum
@@ -36,47 +38,111 @@ def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, cal
         call: The call.
         rule: The rule by which it is cut.
     """
-    opened = {*rule.has_to_be_open(root)} | (_too_heavy(root, rule.num_stages) if rule.is_by_parameters else set())
+    predicted = _predict(root, call, rule.num_stages) if rule.is_by_parameters else _Prediction()
+    opened = {*rule.has_to_be_open(root), *predicted.opened}
+    best, least = None, math.inf
     while True:
         costs = UnitCosts(chain=build_chain(trace(opened=opened, check=False)), call=call)
-        candidates = set() if rule.split_points else _worth_opening(costs.chain, rule.demands(costs), opened)
+        if rule.split_points:
+            return costs
+        demands = rule.demands(costs)
+        heaviest = _heaviest(demands)
+        if best is not None and heaviest > least:
+            return best  # with more open, no cut can fall where the best one did
+        best, least = costs, heaviest
+        if predicted.stage_weights and _stage_weights(demands) == predicted.stage_weights:
+            return costs
+        candidates = _worth_opening(demands, _openable(costs.chain, opened))
         if not candidates:
             return costs
         opened |= candidates
 
 
-def _too_heavy(root: nn.Module, num_stages: int) -> set[str]:
-    """Modules that no partition could leave whole, as their parameters tell without a trace: each is by itself heavier than a
-    stage may be.
+@dataclass(frozen=True)
+class _Prediction:
+    """The best partition as parameters tell without a trace, if modules run in the order in which they were registered.
+
+    Another order only costs further traces: which modules cuts fall into is decided by these.
+
+    Attributes:
+        opened: Modules that cuts fall into.
+        stage_weights: Number of parameters in each stage; nothing more can be gained by opening more. Empty: unknown.
     """
-    if num_stages < 2:
-        return set()
-    sizes = {id(parameter): parameter.numel() for parameter in root.parameters()}
-    holders = Counter(id(parameter) for module in root.modules() for parameter in module.parameters(recurse=False))
-    closed = max((_weight(m, sizes) for m in root.modules() if next(m.children(), None) is None), default=0)
-    bound = max(-(-sum(sizes.values()) // num_stages), closed)
-    own = {key: size for key, size in sizes.items() if holders[key] == 1}  # what others hold, too, may count elsewhere
-    parents = ((path, module) for path, module in root.named_modules() if path and next(module.children(), None) is not None)
-    return {path for path, module in parents if _weight(module, own) > GOOD_ENOUGH * bound}
+
+    opened: frozenset[str] = frozenset()
+    stage_weights: tuple[int, ...] = ()
 
 
-def _weight(module: nn.Module, sizes: Mapping[int, int]) -> int:
-    return sum(sizes.get(id(parameter), 0) for parameter in module.parameters())
+def _predict(root: nn.Module, call: Recordable, num_stages: int) -> _Prediction:
+    opened: set[str] = set()
+    while True:
+        units = [*_closed_below(root, call.opened_path or "", opened)]
+        openable = {position: path for position, (path, module) in enumerate(units) if _has_children(module)}
+        demands = Demands(_parameters_of([module for _, module in units]), [0] * (len(units) - 1), num_stages)
+        candidates = _worth_opening(demands, openable)
+        if not candidates:
+            break
+        opened |= candidates
+    weights = _stage_weights(demands)
+    if weights is None:
+        return _Prediction()
+    cuts = cheapest_cuts(demands)
+    stages = [(path, bisect_left(cuts, position)) for position, (path, _) in enumerate(units)]
+    cut = (path for path in opened if len({stage for inside, stage in stages if inside.startswith(f"{path}.")}) > 1)
+    return _Prediction(frozenset(cut), weights)
 
 
-def _worth_opening(chain: Chain, demands: Demands, opened: Collection[str]) -> set[str]:
+def _stage_weights(demands: Demands) -> tuple[int, ...] | None:
+    """Weights of the stages in the best partition; None if there is none."""
+    try:
+        return tuple(demands.of_stages(cheapest_cuts(demands)))
+    except (PartitionError, NothingFits):
+        return None
+
+
+def _closed_below(root: nn.Module, path: str, opened: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside one that stay whole, with their paths; parameters of opened ones count nowhere."""
+    for name, module in root.get_submodule(path).named_children():
+        inside = f"{path}.{name}" if path else name
+        if inside in opened:
+            yield from _closed_below(root, inside, opened)
+        else:
+            yield inside, module
+
+
+def _parameters_of(modules: Sequence[nn.Module]) -> Weights:
+    """Numbers of the modules' parameters."""
+    users: dict[nn.Parameter, list[int]] = {}
+    for position, module in enumerate(modules):
+        for parameter in module.parameters():
+            users.setdefault(parameter, []).append(position)
+    own = [0] * len(modules)
+    for parameter, positions in users.items():
+        own[positions[0]] += parameter.numel() if len(positions) == 1 else 0
+    return Weights(tuple(own), tuple((p.numel(), tuple(positions)) for p, positions in users.items() if len(positions) > 1))
+
+
+def _openable(chain: Chain, opened: Collection[str]) -> dict[int, str]:
+    """Paths of the whole modules that can be opened, by position of their unit."""
+    calls = ((position, unit.nodes[0]) for position, unit in enumerate(chain.units) if unit.nodes[0].op == "call_module")
+    paths = ((position, str(node.target)) for position, node in calls)
+    return {position: path for position, path in paths if _can_open(chain.traced, path, opened)}
+
+
+def _worth_opening(demands: Demands, openable: Mapping[int, str]) -> set[str]:
+    """Modules to open for a better partition.
+
+    Args:
+        demands: Demands on the stages.
+        openable: Paths of the modules that can be opened, by position of their unit.
+    """
     if demands.num_stages < 1:
         return set()  # the solver says what is wrong
-    openable = {
-        position: str(unit.nodes[0].target)
-        for position, unit in enumerate(chain.units)
-        if unit.nodes[0].op == "call_module" and _can_open(chain.traced, str(unit.nodes[0].target), opened)
-    }
     if len(demands.legal) < demands.num_stages - 1:
         return set(openable.values())
     ideal, heaviest = ideal_partition(demands, openable), _heaviest(demands)
-    while heaviest is not None and heaviest <= GOOD_ENOUGH * ideal.bound:
-        rest = demands.without_dominant(heaviest)  # such as a large embedding; are the others equal among themselves?
+    while heaviest <= GOOD_ENOUGH * ideal.bound:
+        rest = demands.without_dominant(int(heaviest))  # such as a large embedding; are the others equal among themselves?
         if rest is None:
             return set()
         demands = rest
@@ -85,15 +151,17 @@ def _worth_opening(chain: Chain, demands: Demands, opened: Collection[str]) -> s
     slack = (GOOD_ENOUGH - 1) * ideal.bound
     weights = demands.kinds[0]
     heavy = {path for position, path in openable.items() if weights.of_unit(position) > slack}
-    return across or heavy or (set(openable.values()) if heaviest is None else set())
+    return across or heavy or (set(openable.values()) if heaviest == math.inf else set())
 
 
-def _heaviest(demands: Demands) -> int | None:
-    """Weight of the heaviest stage in the best partition; None where there is none, as nothing fits."""
+def _heaviest(demands: Demands) -> float:
+    """Weight of the heaviest stage in the best partition; infinite if there is none."""
+    if not 0 <= demands.num_stages - 1 <= len(demands.legal):
+        return math.inf
     try:
         return lightest_maximum(demands)
     except NothingFits:
-        return None
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -155,5 +223,8 @@ def _of_parts(demands: Demands, openable: Collection[int]) -> Ideal:
 
 
 def _can_open(traced: TracedRegion, path: str, opened: Collection[str]) -> bool:
-    module = traced.root.get_submodule(path)
-    return path not in opened and path not in traced.kept_whole and next(module.children(), None) is not None
+    return path not in opened and path not in traced.kept_whole and _has_children(traced.root.get_submodule(path))
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None

@@ -20,13 +20,23 @@ from lightning_fxpipe._compat.torch import size_hint, symbolic_expression
 
 @dataclass(frozen=True, slots=True)
 class SymbolicSize:
-    """An integer argument that follows from the inputs' sizes; a stage computes it anew from a tensor that it has."""
+    """A number among a call's arguments that follows from the inputs' sizes; a stage computes it anew.
 
-    expression: Any  # sympy
+    Attributes:
+        expression: The number as sympy has it.
+        is_float: True if it is a float also where sympy has an integer: of ``1.0 - n`` at 1 it makes 0.
+    """
+
+    expression: Any
+    is_float: bool = False
 
     def value(self, sizes: Mapping[Any, int | float]) -> int | float | bool:
         """The number for given values of the symbols."""
-        return as_number(self.expression.subs(dict(sizes)))
+        return self.as_number(self.expression.subs(dict(sizes)))
+
+    def as_number(self, known: Any) -> int | float | bool:
+        """Converts the expression, of which all symbols are replaced, to a number of Python's."""
+        return float(known) if self.is_float else as_number(known)
 
 
 def as_size(value: Any) -> Any:
@@ -34,13 +44,14 @@ def as_size(value: Any) -> Any:
     expression = symbolic_expression(value)
     if isinstance(expression, int):
         return expression
-    return as_number(expression) if expression.is_number else SymbolicSize(expression)
+    size = SymbolicSize(expression, isinstance(value, torch.SymFloat))
+    return size.as_number(expression) if expression.is_number else size
 
 
-def as_size_of(expression: Any, values: Mapping[Any, int | float]) -> Any:
-    """Returns an expression with the values of some symbols: a number where none are left, else a :class:`SymbolicSize`."""
-    known = expression.subs(dict(values))
-    return as_number(known) if known.is_number or known.is_Boolean else SymbolicSize(known)
+def as_size_of(size: SymbolicSize, values: Mapping[Any, int | float]) -> Any:
+    """Returns a size with the values of some symbols: a number where none are left, else a :class:`SymbolicSize`."""
+    known = size.expression.subs(dict(values))
+    return size.as_number(known) if known.is_number or known.is_Boolean else SymbolicSize(known, size.is_float)
 
 
 def as_number(expression: Any) -> int | float | bool:

@@ -173,7 +173,8 @@ class PipelineRuntime:
         return BatchResult(output=output, loss=value, entries=log.entries_with(logged), rng=rng)
 
     def _count_samples(self, batch: Any) -> int:
-        counted = count_samples(batch, self._num_microbatches, self._batch_dim)
+        # A later batch that cannot be split runs whole, also where the first one had to be one that can.
+        counted = count_samples(batch, 1 if self._num_microbatches == 1 else None, self._batch_dim)
         if counted.reason is not None and not self._told_of_one_piece:
             self._told_of_one_piece = True
             self._log.warn(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import keyword
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_fxpipe._compat.torch import patched_attributes, storage_key, symb
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.skips import Skip
-from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size, size_symbols
 from lightning_fxpipe.tracing.activation_checkpointing import marks_of_modules, run_checkpoints
 from lightning_fxpipe.tracing.held_tensors import attribute
 from lightning_fxpipe.tracing.inner_results import taking
@@ -344,7 +344,7 @@ class _StageBuilder:
         def in_stage(leaf: Any) -> Any:
             if isinstance(leaf, fx.Node):
                 return self._value(leaf)
-            return self._size(leaf.expression) if isinstance(leaf, SymbolicSize) else leaf
+            return self._size(leaf) if isinstance(leaf, SymbolicSize) else leaf
 
         return map_aggregate(value, in_stage)
 
@@ -352,25 +352,26 @@ class _StageBuilder:
         """An expression with what the trace fixed, or found equal to something else, later on."""
         return expression.xreplace(self._replacements)
 
-    def _size(self, expression: Any) -> Any:
-        expression = self._current(expression)
+    def _size(self, size: SymbolicSize) -> Any:
+        expression = self._current(size.expression)
         if expression.is_number:
-            return as_number(expression)
+            return size.as_number(expression)
         if expression in self._sizes:
             return self._sizes[expression]
         symbols = sorted(expression.free_symbols, key=str)
         operands = tuple(self._sizes[symbol] for symbol in symbols)
-        self._sizes[expression] = self._graph.call_function(_size_function(expression, symbols), operands)
+        function = _size_function(replace(size, expression=expression), symbols)
+        self._sizes[expression] = self._graph.call_function(function, operands)
         return self._sizes[expression]
 
 
-def _size_function(expression: Any, symbols: list[Any]) -> Callable[..., Any]:
+def _size_function(symbolic: SymbolicSize, symbols: list[Any]) -> Callable[..., Any]:
     """A size as a function of the sizes that it follows from."""
 
     @lru_cache(maxsize=64)
     def size(*values: int | float) -> Any:
         bound = {symbol: sympy.sympify(value) for symbol, value in zip(symbols, values, strict=True)}
-        return as_number(expression.xreplace(bound))
+        return symbolic.as_number(symbolic.expression.xreplace(bound))
 
     return size
 

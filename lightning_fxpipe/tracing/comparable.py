@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES
 from lightning_fxpipe.user_code.code_contents import CLASS
 from lightning_fxpipe.user_code.code_names import is_own_code
-from lightning_fxpipe.user_code.contents import ABSENT, ATTRIBUTES, MAX_ARRAY_BYTES, Kind
+from lightning_fxpipe.user_code.contents import ABSENT, ATTRIBUTES, CONTEXT, MAX_ARRAY_BYTES, Kind
 from lightning_fxpipe.user_code.kinds import is_unchanging, is_users, kinds_of_class
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -192,8 +192,8 @@ def _comparable(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
             return _of_array(np.asarray(value))
         if isinstance(value, (bytearray, array.array)):
             return cls, bytes(value)
-        if isinstance(value, (weakref.ref, ContextVar)):
-            return cls, taken(_target(value), depth + 1, ())
+        if isinstance(value, weakref.ref):
+            return cls, taken(value(), depth + 1, ())
         if isinstance(value, FunctionType) and not is_own_code(value.__module__ or ""):
             return value.__code__
         if isinstance(value, (Tensor, nn.Module)) or depth >= max_depth:
@@ -220,6 +220,8 @@ def _kinds_in(cls: type) -> tuple[Kind, ...]:
     """How the parts of an object of a class are taken; none where it has no parts that count."""
     if issubclass(cls, (Tensor, nn.Module, type)):
         return ()
+    if issubclass(cls, ContextVar):
+        return (CONTEXT,)
     of_class: Any = cls
     found = kinds_of_class(of_class)
     is_settings = str(cls.__module__).partition(".")[0] not in NO_SETTINGS
@@ -234,16 +236,6 @@ def _stands_for_itself(cls: type) -> bool:
     is_torchs = str(cls.__module__).partition(".")[0] in NO_SETTINGS - {"builtins"}
     is_value = cls.__hash__ is not None and any("__eq__" in vars(base) for base in cls.__mro__[:-1])
     return is_unchanging(cls) or (is_value and not is_torchs)
-
-
-def _target(value: weakref.ref[Any] | ContextVar[Any]) -> Any:
-    """Returns the present referent of a weak reference, or the value of a context variable."""
-    if isinstance(value, weakref.ref):
-        return value()
-    try:
-        return value.get()
-    except LookupError:
-        return _OTHER
 
 
 def _of_key(key: Any) -> Any:

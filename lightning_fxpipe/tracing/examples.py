@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat.torch import outside_fakes, storage_key
-from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, size_symbols
+from lightning_fxpipe.pytree.sizes import SymbolicSize, size_symbols
 from lightning_fxpipe.reporting.wording import error_words, node_words
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.torch_calls import CallContext
@@ -148,7 +148,7 @@ class Examples:
         result = size.expression.subs(dict(self._sizes))
         if result.free_symbols:
             raise NoExample("a size depends on data")
-        return as_number(result)
+        return size.as_number(result)
 
 
 def filled_argument(value: Any, values: Mapping[fx.Node, Any], number: Callable[[SymbolicSize], Any]) -> Any:

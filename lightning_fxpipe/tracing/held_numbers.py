@@ -186,7 +186,7 @@ class HeldNumbers:
 
         def plain(value: Any) -> Any:
             if isinstance(value, SymbolicSize):
-                value = as_size_of(value.expression, self.recorded)
+                value = as_size_of(value, self.recorded)
             if isinstance(value, float):
                 return f"{value:.12g}"  # sums of several numbers may be rounded in another order
             return str(value) if isinstance(value, fx.Node) else value

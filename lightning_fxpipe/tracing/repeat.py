@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import FakeWorld
-from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, tensor_bytes
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size, tensor_bytes
 from lightning_fxpipe.tracing.examples import call_function_node, filled_argument
 from lightning_fxpipe.tracing.fake_run import symbol_values
 from lightning_fxpipe.tracing.torch_calls import CallContext
@@ -97,7 +97,7 @@ class Repeat:
         return sizes if self._num_samples is None else sizes | dict.fromkeys(self._traced.batch_symbols, self._num_samples)
 
     def _number(self, size: SymbolicSize) -> int | float | bool:
-        return as_number(size.expression.xreplace(self._traced.world.replacements()).subs(self._sizes))
+        return size.as_number(size.expression.xreplace(self._traced.world.replacements()).subs(self._sizes))
 
 
 def example_sizes(traced: TracedRegion) -> dict[Any, int]:

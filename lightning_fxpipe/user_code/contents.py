@@ -14,6 +14,7 @@ import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, replace
 from operator import eq, getitem, is_, setitem
 from types import MappingProxyType, MemberDescriptorType
@@ -177,6 +178,16 @@ def _take_slots(instance: Any) -> dict[str, Any]:
         except AttributeError:
             continue  # not set
     return found
+
+
+def _take_context(variable: ContextVar[Any]) -> dict[str, Any]:
+    value = variable.get(ABSENT)
+    return {} if value is ABSENT else {"get()": value}
+
+
+def _set_context(variable: ContextVar[Any], name: str, value: Any) -> None:
+    if value is not ABSENT:  # which only the token of whoever has set it does
+        variable.set(value)
 
 
 def _set_slot(instance: Any, name: str, value: Any) -> None:
@@ -344,6 +355,7 @@ MODULE = Kind(
     is_same=_same_module,
 )
 SLOTS = kind_by_name("slot", _take_slots, _set_slot)
+CONTEXT = kind_by_name("context", _take_context, _set_context)  # compared, and not put back: whoever has set it has a token
 MAPPING = Kind(
     "key",
     _if_small(lambda value: value.copy() if type(value) is dict else dict(_base_of(value).items(value))),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of
-from lightning_fxpipe.user_code.contents import ATTRIBUTES, Kind
+from lightning_fxpipe.user_code.contents import ATTRIBUTES, CONTEXT, Kind
 from lightning_fxpipe.user_code.kinds import kinds_of
 
 # From the name of a root over (kind, key) to an object.
@@ -56,7 +56,7 @@ def kind_of_step(owner: Any, name: str) -> Kind:
     Raises:
         KeyError: It has no such contents: another object is there now.
     """
-    return {kind.name: kind for kind in kinds_at(owner) or (ATTRIBUTES,)}[name]
+    return {kind.name: kind for kind in kinds_at(owner) or (ATTRIBUTES, CONTEXT)}[name]
 
 
 def kinds_at(owner: Any) -> tuple[Kind, ...]:

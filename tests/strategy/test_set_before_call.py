@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.lit import make_trainer
 
 ALL_TESTS = "FXPIPE_ALL_TESTS" in os.environ
 FACTOR = 1.0
+IN_CONTEXT = ContextVar("IN_CONTEXT", default=1.0)
 
 
 class Block(nn.Module):
@@ -50,6 +52,7 @@ class Annealed(L.LightningModule):
         super().__init__()
         global FACTOR
         FACTOR = 1.0
+        IN_CONTEXT.set(1.0)
         torch.manual_seed(3)
         self.holder, self.moment, self.calls = holder, moment, calls
         self.first, self.second, self.third = Block(), Block(), Block()
@@ -90,6 +93,10 @@ class Annealed(L.LightningModule):
                 self.buffer.fill_(value)
             case "global variable":
                 FACTOR = value
+            case "context variable":
+                IN_CONTEXT.set(value)
+            case "zero at its second value":
+                self.count = round(10 * value) - 3
             case "submodule":
                 self.second.scale = value
             case "entry of a submodule":
@@ -122,6 +129,10 @@ class Annealed(L.LightningModule):
                 return self.buffer
             case "global variable":
                 return FACTOR
+            case "context variable":
+                return IN_CONTEXT.get()
+            case "zero at its second value":
+                return 1.0 - self.count
             case "counter":
                 return min(0.9, 0.2 + self.global_step / 8)
             case "counter of the Trainer":
@@ -166,7 +177,7 @@ class Annealed(L.LightningModule):
 
 HOLDERS = (
     *("attribute", "own attribute", "integer", "flag", "dict", "list", "array", "scalar of numpy", "object", "new object"),
-    *("tensor", "buffer", "buffer in place", "global variable", "submodule", "class"),
+    *("tensor", "buffer", "buffer in place", "global variable", "context variable", "submodule", "class"),
 )
 # Nothing stores them, so that no symbol could be put in their place.
 COUNTERS = ("counter", "counter of the Trainer")
@@ -181,6 +192,8 @@ NUMBERS = (
     "object",
     "new object",
     "global variable",
+    "context variable",
+    "zero at its second value",
 )
 
 
