@@ -20,13 +20,20 @@ from torch import nn
 
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import modules_inside
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.guards import TORCHS_OWN, GuardKey
 from lightning_fxpipe.tracing.reachable import is_plain_value, is_same_value, place_of, reached_from, reaches, written_place
 from lightning_fxpipe.tracing.signals import RecordError
+from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.paths import Difference, Path, at_path
 from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
+
+
+class SetForAnotherCall(UnsupportedError):
+    """The step sets an attribute between two calls of the same module, and a stage makes both at once."""
+
 
 _TORCHS_OWN = TORCHS_OWN - {"training", "_modules"}  # hooks, and whether they are called
 
@@ -61,19 +68,36 @@ class SetBetween:
         self._after_call: Mapping[Path, Difference] = {}
         self._is_written = False  # an attribute, by a forward, since the last call
         self._set: set[Path] = set()
+        self._is_set_by_step = False  # when the running call of the step began
+        self._called: list[nn.Module] = []  # with parameters, so far
 
     @contextmanager
     def call(self, module: nn.Module, arguments: Any) -> Iterator[None]:
-        """The block calls a whole module. Raises :class:`RecordError` where something was set for it."""
+        """The block calls a whole module.
+
+        Raises:
+            RecordError: Something was set for it.
+            SetForAnotherCall: Something was set for it, and it has been called before: no region has one of its calls only.
+        """
         # Modules of torch's own read their attributes, and change no others.
         is_users_own = self._is_step() and any(is_users(type(each)) for each in modules_inside(module).values())
         is_compared = is_users_own or (self._is_step() and self._before.has_changed(module))
         is_compared = is_compared or self._is_written or bool(self._set)
-        if is_compared and (name := self.reaching(module, arguments)) is not None:
+        if is_compared and self._called and (name := self.reaching(module, arguments)) is not None:
+            used = {id(parameter) for called in self._called for parameter in called.parameters()}
+            if any(id(parameter) in used for parameter in module.parameters()):
+                raise _set_for_another_call(name)
             raise RecordError(f"{name} is set between calls of the model, for the later one")
+        if next(module.parameters(), None) is not None:
+            self._called.append(module)
         yield
         if is_compared:
             self.note_call_end()
+
+    def note_call_begin(self, module: nn.Module) -> None:
+        """The step calls a module, which may be opened: what was set for it counts in the calls of modules inside it."""
+        if self._called and self._is_step() and next(module.parameters(), None) is not None:
+            self._is_set_by_step = self._has_set()
 
     def note_write(self) -> None:
         """Recorded code is about to set an attribute of a module: what has changed before is not its doing."""
@@ -119,7 +143,7 @@ class SetBetween:
 
     def reaching(self, module: nn.Module, arguments: Any) -> str | None:
         """Returns what was set since the region began and a module, which is about to be called, can read."""
-        by_step = self._is_step()
+        by_step = self._is_step() or self._is_set_by_step
         if not self._has_set():
             return None
         roots, inside = roots_of(self._root)[0], modules_inside(module).values()
@@ -145,3 +169,13 @@ def _is_plain(difference: Difference) -> bool:
     names = (key[0] if isinstance(key, tuple) and key else key for _, key in difference.path[1:])
     is_torchs = any(isinstance(name, str) and name in _TORCHS_OWN for name in names)
     return not is_torchs and is_plain_value(difference.value)
+
+
+def _set_for_another_call(name: str) -> SetForAnotherCall:
+    return SetForAnotherCall(
+        "The step sets an attribute between two calls of the same module.",
+        where=user_source(),
+        observed=f"{name} has another value in the second call",
+        expected="one value in all calls, since a stage makes both at once",
+        todo="Pass the value to the module as an argument.",
+    )

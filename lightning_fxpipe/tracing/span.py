@@ -141,6 +141,7 @@ class SpanRecorder(Recorder):
         if self._is_nested or path is None:
             return record(args, kwargs)
         self.aside.check_module(path, module)
+        self.between.note_call_begin(module)
         return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
 
     def _may_leave_tensors(self) -> bool:
