@@ -56,7 +56,8 @@ class Decisions:
         self._batch = self._recorded = 0  # numbers of the current batch, and of the last that this rank has recorded
         self._is_deciding = False
         self._graphs: list[UsedGraph | None] = []
-        self._heard: dict[int, Decision] = {}
+        # By rank and batch: a rank that has heard of all others' decisions may tell that about the next batch before they look.
+        self._heard: dict[tuple[int, int], Decision] = {}
         self._news = threading.Condition()
         if self._lifeline is not None:
             self._lifeline.on_decision = self._hear
@@ -76,6 +77,7 @@ class Decisions:
         with self._news:
             self._batch += 1
             self._is_deciding = True
+            self._heard = {key: each for key, each in self._heard.items() if each.batch >= self._batch}
         try:
             yield
         finally:
@@ -125,15 +127,15 @@ class Decisions:
 
     def _answer(self, rank: int) -> bool | None:
         """Returns True if another rank records the batch; None until it has said so."""
-        decision = self._heard.get(rank)
-        return decision.records if decision is not None and decision.batch == self._batch else None
+        decision = self._heard.get((rank, self._batch))
+        return None if decision is None else decision.records
 
     def _hear(self, decision: Decision) -> None:
         """Called in the lifeline's thread."""
         if decision.rank not in self._others:
             return
         with self._news:
-            self._heard[decision.rank] = decision
+            self._heard[decision.rank, decision.batch] = decision
             self._news.notify_all()
             is_over = decision.batch < self._batch or (decision.batch == self._batch and not self._is_deciding)
             has_passed = decision.records and is_over and self._recorded != decision.batch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from lightning_fxpipe import TraceError
 from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.handshake import Gather
 from lightning_fxpipe.distributed.lifeline import Lifeline, connect
+from lightning_fxpipe.distributed.news import Decision
 from tests.thread_ranks import ThreadRanks
 
 WORLD = 3
@@ -86,6 +88,24 @@ def test_a_rank_that_decides_later_answers_then(decisions: list[Decisions]) -> N
     found = ThreadRanks(WORLD).run([first, *later])
     assert "rank 1, 2 has a matching trace" in found[0]
     assert found[1:] == ["", ""]
+
+
+class AheadByABatch:
+    """A lifeline to a rank that hears what this one decides, and then decides about two batches before this one looks."""
+
+    on_decision: Callable[[Decision], None]
+
+    def tell(self, decision: Decision) -> None:
+        for batch in (decision.batch, decision.batch + 1):
+            self.on_decision(Decision(rank=1, batch=batch, records=True))
+
+
+@pytest.mark.timeout(30)
+def test_the_next_batch_of_another_rank_does_not_hide_what_it_decided_about_this_one() -> None:
+    """Both waited for ever, now and then, where validation calls no model: nothing else makes ranks meet between its batches."""
+    lifeline: Any = AheadByABatch()
+    decisions = Decisions(0, range(2), lifeline)
+    assert [decide(decisions, records=True) for _ in range(3)] == ["", "", ""]
 
 
 def test_without_a_lifeline_nothing_is_asked() -> None:
