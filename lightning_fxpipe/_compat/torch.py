@@ -37,6 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 # The public ``torch.utils.pytree`` forwards to this module; two of these are only here. torch 2.9-2.15.
+from torch.nn.utils import parametrize
 from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -438,6 +439,11 @@ def takes_device(operator: Any) -> bool:
 def num_results_of(operator: Any) -> int:
     """How many values an operator returns. torch 2.9-2.15."""
     return len(operator._schema.returns)
+
+
+def parametrizations_are_cached() -> bool:
+    """True in a block of ``torch.nn.utils.parametrize.cached()``, which no public name tells. torch 2.9-2.15."""
+    return parametrize._cache_enabled > 0
 
 
 def return_memory() -> None:

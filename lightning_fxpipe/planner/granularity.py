@@ -50,7 +50,7 @@ def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, cal
         if best is not None and heaviest > least:
             return best  # with more open, no cut can fall where the best one did
         best, least = costs, heaviest
-        if predicted.stage_weights and _stage_weights(demands) == predicted.stage_weights:
+        if predicted.stage_weights and (weights := _stage_weights(demands)) and weights <= predicted.stage_weights:
             return costs
         candidates = _worth_opening(demands, _openable(costs.chain, opened))
         if not candidates:
@@ -66,7 +66,7 @@ class _Prediction:
 
     Attributes:
         opened: Modules that cuts fall into.
-        stage_weights: Number of parameters in each stage; nothing more can be gained by opening more. Empty: unknown.
+        stage_weights: Numbers of parameters in the stages, the largest first: opening more gains nothing. Empty if unknown.
     """
 
     opened: frozenset[str] = frozenset()
@@ -75,27 +75,27 @@ class _Prediction:
 
 def _predict(root: nn.Module, call: Recordable, num_stages: int) -> _Prediction:
     opened: set[str] = set()
+    best = _Prediction()
     while True:
         units = [*_closed_below(root, call.opened_path or "", opened)]
         openable = {position: path for position, (path, module) in enumerate(units) if _has_children(module)}
         demands = Demands(_parameters_of([module for _, module in units]), [0] * (len(units) - 1), num_stages)
+        weights = _stage_weights(demands)
+        if weights and (not best.stage_weights or weights < best.stage_weights):
+            cuts = cheapest_cuts(demands)
+            stages = [(path, bisect_left(cuts, position)) for position, (path, _) in enumerate(units)]
+            inside = {path: {stage for each, stage in stages if each.startswith(f"{path}.")} for path in opened}
+            best = _Prediction(frozenset(path for path in opened if len(inside[path]) > 1), weights)
         candidates = _worth_opening(demands, openable)
         if not candidates:
-            break
+            return best
         opened |= candidates
-    weights = _stage_weights(demands)
-    if weights is None:
-        return _Prediction()
-    cuts = cheapest_cuts(demands)
-    stages = [(path, bisect_left(cuts, position)) for position, (path, _) in enumerate(units)]
-    cut = (path for path in opened if len({stage for inside, stage in stages if inside.startswith(f"{path}.")}) > 1)
-    return _Prediction(frozenset(cut), weights)
 
 
 def _stage_weights(demands: Demands) -> tuple[int, ...] | None:
-    """Weights of the stages in the best partition; None if there is none."""
+    """Weights of the stages in the best partition, the heaviest first; None if there is none."""
     try:
-        return tuple(demands.of_stages(cheapest_cuts(demands)))
+        return tuple(sorted(demands.of_stages(cheapest_cuts(demands)), reverse=True))
     except (PartitionError, NothingFits):
         return None
 

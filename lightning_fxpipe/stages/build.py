@@ -344,6 +344,8 @@ class _StageBuilder:
         def in_stage(leaf: Any) -> Any:
             if isinstance(leaf, fx.Node):
                 return self._value(leaf)
+            if isinstance(leaf, torch.Generator):  # a graph's code cannot name it
+                return self._graph.call_function(_returning(leaf))
             return self._size(leaf) if isinstance(leaf, SymbolicSize) else leaf
 
         return map_aggregate(value, in_stage)
@@ -363,6 +365,13 @@ class _StageBuilder:
         function = _size_function(replace(size, expression=expression), symbols)
         self._sizes[expression] = self._graph.call_function(function, operands)
         return self._sizes[expression]
+
+
+def _returning(value: Any) -> Callable[[], Any]:
+    def generator() -> Any:
+        return value
+
+    return generator
 
 
 def _size_function(symbolic: SymbolicSize, symbols: list[Any]) -> Callable[..., Any]:

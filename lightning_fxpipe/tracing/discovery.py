@@ -38,8 +38,7 @@ from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings, is_torch_leaf
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.tracing.repeat import has_known_size
-from lightning_fxpipe.tracing.set_between import SetForAnotherCall
-from lightning_fxpipe.tracing.signals import HiddenTensor, Learned, MustStayWhole, RecordAgain, RecordError
+from lightning_fxpipe.tracing.signals import HiddenTensor, Learned, MustStayWhole, NoRegion, RecordAgain, RecordError
 from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name
 from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import Span, TensorKey
@@ -176,7 +175,7 @@ def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Lea
         except (ParameterMisuse, InputGradient, OwnGradient):
             raise
         except (Exception, MustStayWhole, RecordError) as error:
-            if isinstance(cause := error.__cause__ or error, SetForAnotherCall):
+            if isinstance(cause := error.__cause__ or error, NoRegion):
                 raise cause from None
             _logger.debug("%s does not complete on tensors without data", step_name(step), exc_info=error)
             discovery.note_end(error, raising_source(error))

@@ -20,20 +20,14 @@ from torch import nn
 
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import modules_inside
-from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.guards import TORCHS_OWN, GuardKey
 from lightning_fxpipe.tracing.reachable import is_plain_value, is_same_value, place_of, reached_from, reaches, written_place
-from lightning_fxpipe.tracing.signals import RecordError
+from lightning_fxpipe.tracing.signals import NoRegion, RecordError
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.paths import Difference, Path, at_path
 from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
-
-
-class SetForAnotherCall(UnsupportedError):
-    """The step sets an attribute between two calls of the same module, and a stage makes both at once."""
-
 
 _TORCHS_OWN = TORCHS_OWN - {"training", "_modules"}  # hooks, and whether they are called
 
@@ -77,7 +71,7 @@ class SetBetween:
 
         Raises:
             RecordError: Something was set for it.
-            SetForAnotherCall: Something was set for it, and it has been called before: no region has one of its calls only.
+            NoRegion: Something was set for it, and it has been called before: no region has one of its calls only.
         """
         # Modules of torch's own read their attributes, and change no others.
         is_users_own = self._is_step() and any(is_users(type(each)) for each in modules_inside(module).values())
@@ -171,8 +165,8 @@ def _is_plain(difference: Difference) -> bool:
     return not is_torchs and is_plain_value(difference.value)
 
 
-def _set_for_another_call(name: str) -> SetForAnotherCall:
-    return SetForAnotherCall(
+def _set_for_another_call(name: str) -> NoRegion:
+    return NoRegion(
         "The step sets an attribute between two calls of the same module.",
         where=user_source(),
         observed=f"{name} has another value in the second call",

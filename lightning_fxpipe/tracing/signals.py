@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_fxpipe.errors import FxPipeError, TraceError
+from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
 from lightning_fxpipe.user_code.frames import user_source
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ class HiddenTensor(RecordError):
             expected="only results, or attributes that the model's forward sets",
             todo="Return the tensor from the model's forward, or store it as an attribute of the module that computes it.",
         )
+
+
+class NoRegion(UnsupportedError):
+    """No region has the step's calls of the model; raised where the step makes one, it is no end of a smaller region."""
 
 
 class MustStayWhole(BaseException):

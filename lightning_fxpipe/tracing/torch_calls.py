@@ -11,8 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.fake_sizes import number_hint
-from lightning_fxpipe._compat.torch import FakeTensor, modules_inside, storage_key, tree_leaves, tree_map, version_of
-from lightning_fxpipe.tracing.signals import RecordError
+from lightning_fxpipe._compat.torch import (
+    FakeTensor,
+    modules_inside,
+    parametrizations_are_cached,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    version_of,
+)
+from lightning_fxpipe.tracing.signals import NoRegion, RecordError
+from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.objects import PLAIN_TYPES
 
 # Attributes and methods that ask about a tensor and make none; they are answered by the fake tensor and leave no node.
@@ -90,6 +99,18 @@ class CallContext(NamedTuple):
             torch.autocast(self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype),
         ):
             yield
+
+
+def check_modes() -> None:
+    """Raises :class:`NoRegion` in a block of ``parametrize.cached()``, which would reach over microbatches and calls."""
+    if parametrizations_are_cached():
+        raise NoRegion(
+            "A block of torch.nn.utils.parametrize.cached() is around a call of the model.",
+            where=user_source(),
+            observed="parametrized tensors that one microbatch computes and the next ones use again",
+            expected="a call outside the block: each microbatch computes its own, from the same weights",
+            todo="Remove the block, or move it into the forward of a submodule.",
+        )
 
 
 @contextmanager

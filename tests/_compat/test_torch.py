@@ -349,6 +349,13 @@ def test_causal_mask_detection_is_needed_to_be_replaced() -> None:
         transformer._detect_is_causal_mask(mask, None, 5)
 
 
+def test_parametrizations_are_cached_in_a_block_of_cached() -> None:
+    assert not _compat.parametrizations_are_cached()
+    with nn.utils.parametrize.cached():
+        assert _compat.parametrizations_are_cached()
+    assert not _compat.parametrizations_are_cached()
+
+
 def test_torch_is_restored_after_an_exception() -> None:
     import torch.nn.modules.transformer as transformer
 

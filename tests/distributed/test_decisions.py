@@ -102,7 +102,7 @@ class AheadByABatch:
 
 @pytest.mark.timeout(30)
 def test_the_next_batch_of_another_rank_does_not_hide_what_it_decided_about_this_one() -> None:
-    """Both waited for ever, now and then, where validation calls no model: nothing else makes ranks meet between its batches."""
+    """Both waited for ever, now and then, where validation calls no model: nothing else makes ranks meet between batches."""
     lifeline: Any = AheadByABatch()
     decisions = Decisions(0, range(2), lifeline)
     assert [decide(decisions, records=True) for _ in range(3)] == ["", "", ""]

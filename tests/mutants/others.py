@@ -597,4 +597,11 @@ MUTANTS = [
         ("checkpoint/test_atomic.py::test_a_name_that_another_run_gives_and_takes_meanwhile_is_given",),
         "a save fails where another run gives or takes the name at the same time",
     ),
+    Mutant(
+        "distributed/decisions.py",
+        "self._heard[decision.rank, decision.batch] = decision",
+        "self._heard = {(decision.rank, decision.batch): decision}",
+        ("distributed/test_decisions.py::test_the_next_batch_of_another_rank_does_not_hide_what_it_decided_about_this_one",),
+        "ranks wait for ever for each other's decision",
+    ),
 ]

@@ -329,4 +329,18 @@ MUTANTS = [
         ("planner/test_units.py::test_a_result_that_a_hook_has_kept_is_not_the_call_s_own",),
         "a result that a hook has kept is taken for the call's",
     ),
+    Mutant(
+        "planner/granularity.py",
+        "        if best is not None and heaviest > least:\n",
+        "        if False:\n",
+        ("planner/test_granularity.py::test_opening_more_does_not_make_a_plan_worse",),
+        "cuts of a finer trace are taken, of which most are illegal",
+    ),
+    Mutant(
+        "planner/granularity.py",
+        "    opened = {*rule.has_to_be_open(root), *predicted.opened}\n",
+        "    opened = {*rule.has_to_be_open(root)}\n",
+        ("planner/test_granularity.py::test_two_recordings_make_a_plan_of_modules_that_run_in_order",),
+        "each level of modules takes another recording",
+    ),
 ]

@@ -779,4 +779,25 @@ MUTANTS = [
         ("tracing/test_state_reads.py::test_tensors_in_a_list_are_refused",),
         "a list of skips only grows in one stage, and is empty in another",
     ),
+    Mutant(
+        "tracing/span.py",
+        "        self.between.note_call_begin(module)\n",
+        "",
+        ("ranks/test_set_between_calls.py::test_each_call_has_what_is_set_for_it[adapters]",),
+        "what a step sets between two calls of the model counts in both",
+    ),
+    Mutant(
+        "pytree/sizes.py",
+        "return float(known) if self.is_float else as_number(known)",
+        "return as_number(known)",
+        ("pytree/test_sizes.py::test_a_float_that_sympy_makes_an_integer_stays_a_float",),
+        "a float that is zero becomes an integer",
+    ),
+    Mutant(
+        "tracing/torch_calls.py",
+        "    if parametrizations_are_cached():\n",
+        "    if False:\n",
+        ("strategy/test_odd_steps.py::test_weights_that_are_cached_around_the_call_are_refused",),
+        "microbatches share weights that one of them has computed",
+    ),
 ]

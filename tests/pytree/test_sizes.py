@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
-from lightning_fxpipe.pytree.sizes import held_number, plain_number, plain_numbers
+from lightning_fxpipe.pytree.sizes import SymbolicSize, held_number, plain_number, plain_numbers
 
 NUMBERS: list[Any] = [
     2,
@@ -41,3 +42,10 @@ def test_a_number_is_that_of_the_moment_whatever_happens_to_the_tensor_later() -
 def test_a_complex_number_is_none() -> None:
     with pytest.raises(RuntimeError, match="without overflow"):
         held_number(torch.tensor(1j))
+
+
+def test_a_float_that_sympy_makes_an_integer_stays_a_float() -> None:
+    """``torch.full(shape, 1.0 - n)`` has other numbers' type otherwise; and the number was recorded anew for each value."""
+    n = sympy.Symbol("n", integer=True)
+    assert repr(SymbolicSize(1.0 - n, is_float=True).value({n: 1})) == "0.0"
+    assert repr(SymbolicSize(1 - n).value({n: 1})) == "0"
