@@ -50,7 +50,7 @@ def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, cal
         if best is not None and heaviest > least:
             return best  # with more open, no cut can fall where the best one did
         best, least = costs, heaviest
-        if predicted.stage_weights and (weights := _stage_weights(demands)) and weights <= predicted.stage_weights:
+        if predicted.stage_weights and _runs_in_order(costs.chain) and _is_as_good(demands, predicted):
             return costs
         candidates = _worth_opening(demands, _openable(costs.chain, opened))
         if not candidates:
@@ -90,6 +90,19 @@ def _predict(root: nn.Module, call: Recordable, num_stages: int) -> _Prediction:
         if not candidates:
             return best
         opened |= candidates
+
+
+def _runs_in_order(chain: Chain) -> bool:
+    """True if modules with parameters run in the order in which they were registered."""
+    positions = {path: position for position, (path, _) in enumerate(chain.traced.root.named_modules())}
+    calls = (unit.nodes[0] for unit in chain.units if unit.num_parameters and unit.nodes[0].op == "call_module")
+    found = [positions[str(node.target)] for node in calls]
+    return found == sorted(found)
+
+
+def _is_as_good(demands: Demands, predicted: _Prediction) -> bool:
+    weights = _stage_weights(demands)
+    return weights is not None and weights <= predicted.stage_weights
 
 
 def _stage_weights(demands: Demands) -> tuple[int, ...] | None:
