@@ -49,7 +49,7 @@ from lightning_fxpipe.hooks.hook_code import callbacks, hooks_of_users, on_class
 from lightning_fxpipe.hooks.hook_readers import Readers
 from lightning_fxpipe.hooks.logged_numbers import as_it_is, in_form_of, is_number, same_number
 from lightning_fxpipe.hooks.rank_zero_changes import rank_zero_changes
-from lightning_fxpipe.hooks.whole_model import TRACERS, Used, WholeModel, WholeView, in_place
+from lightning_fxpipe.hooks.whole_model import TRACERS, Used, WholeModel, WholeView, add_accumulated, in_place, take_accumulated
 from lightning_fxpipe.hooks.whole_optimizers import WholeOptimizers
 from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of, with_inner
 from lightning_fxpipe.pytree.portable import on_host
@@ -263,11 +263,13 @@ class Hooks:
         return self._frame.values
 
     def _gradients(self) -> dict[int, Tensor | None]:
-        assert self._frame is not None
-        if self._frame.gradients is None:
+        assert (frame := self._frame) is not None
+        if frame.gradients is None:
             self._vote({_GRADIENTS: 1.0})
-        assert self._frame.gradients is not None
-        return self._frame.gradients
+            take_accumulated(frame.values)  # the owner's have these, too
+        assert frame.gradients is not None
+        add_accumulated(frame.gradients, frame.values)
+        return frame.gradients
 
     def _states(self) -> None:
         assert self._frame is not None
@@ -315,8 +317,7 @@ class Hooks:
 
     def _end(self, trainer: Trainer) -> None:
         """Takes part in what other ranks ask for, until none does, and makes the ranks equal again."""
-        frame = self._frame
-        assert frame is not None
+        assert (frame := self._frame) is not None
         asked = True
         while asked:
             logged = _digest_of([entry["name"] for entry in frame.logged])
@@ -336,14 +337,14 @@ class Hooks:
     def _changes(self) -> dict[int, float]:
         """Says in a vote what this rank may have changed alone."""
         assert self._frame is not None
+        add_accumulated(self._frame.gradients, self._frame.values)
         options = _digest_of(text_of(self._optimizers.entries(states=False)))
         touched = {_TOUCHED: 1.0} if self._frame.touched else {}
         return {_OPTIONS: options, _MINUS_OPTIONS: -options} | touched
 
     def _follow_rank_zero(self, result: Sequence[float]) -> None:
         """Changes on this rank what rank 0 has changed. Called by every rank, with the result of a vote."""
-        frame = self._frame
-        assert frame is not None
+        assert (frame := self._frame) is not None
         have_options = result[_OPTIONS] == -result[_MINUS_OPTIONS]
         has_looked = frame.values is not None or frame.gradients is not None or frame.has_states
         if frame.is_joint or not (has_looked or result[_TOUCHED] > 0 or not have_options):
@@ -368,8 +369,7 @@ class Hooks:
         Returns:
             The largest of each entry, and where the ranks log different values, what each one logs.
         """
-        frame = self._frame
-        assert frame is not None
+        assert (frame := self._frame) is not None
         vote = torch.full((_NUM_KINDS,), _NOTHING, dtype=torch.float64)
         vote[_ELSEWHERE] = _NOTHING if _JOINING in mine else 1.0
         for kind, number in mine.items():

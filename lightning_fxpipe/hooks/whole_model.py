@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.agreement import fingerprint
 from lightning_fxpipe.distributed.topology import Topology
@@ -368,6 +369,26 @@ class WholeView(TorchFunctionMode):
             return value
 
         return tree_map(value_of, arguments)
+
+
+def take_accumulated(values: Mapping[int, Tensor] | None) -> dict[int, Tensor]:
+    """Takes from copies of parameters the gradients that a hook's own backward pass has accumulated in them."""
+    found = {}
+    with unwatched_torch():
+        for key, value in (values or {}).items():
+            if value.is_leaf and value.grad is not None:
+                found[key], value.grad = value.grad, None
+    return found
+
+
+def add_accumulated(gradients: dict[int, Tensor | None] | None, values: Mapping[int, Tensor] | None) -> None:
+    """Adds what :func:`take_accumulated` takes to gradients of other stages' parameters, if these have been brought."""
+    if gradients is None:
+        return
+    for key, new in take_accumulated(values).items():
+        before = gradients.get(key)
+        with unwatched_torch(), torch.no_grad():
+            gradients[key] = new if before is None else before.add_(new)
 
 
 @contextmanager

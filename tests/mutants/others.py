@@ -604,4 +604,11 @@ MUTANTS = [
         ("distributed/test_decisions.py::test_the_next_batch_of_another_rank_does_not_hide_what_it_decided_about_this_one",),
         "ranks wait for ever for each other's decision",
     ),
+    Mutant(
+        "hooks/user_hooks.py",
+        "        add_accumulated(frame.gradients, frame.values)\n",
+        "",
+        ("ranks/test_hook_gradients.py::test_gradients_of_a_hook_are_those_of_one_device[2]",),
+        "a backward pass in a hook that has cleared the gradients leaves none",
+    ),
 ]
