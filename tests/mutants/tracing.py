@@ -800,18 +800,4 @@ MUTANTS = [
         ("strategy/test_odd_steps.py::test_weights_that_are_cached_around_the_call_are_refused",),
         "microbatches share weights that one of them has computed",
     ),
-    Mutant(
-        "tracing/record.py",
-        "        self.shared_state.begin()\n",
-        "",
-        ("strategy/test_set_before_call.py::test_a_number_in_what_several_layers_have_is_one_input[object]",),
-        "a symbol in place of a number is taken for what modules leave for each other: the step is traced for each value",
-    ),
-    Mutant(
-        "tracing/held_numbers.py",
-        "            if (symbol := alias_of(value)) is not None:\n",
-        "            if False:\n",
-        ("strategy/test_set_before_call.py::test_a_number_in_what_several_layers_have_is_one_input[dict]",),
-        "a number that is found by two names stays a constant",
-    ),
 ]
