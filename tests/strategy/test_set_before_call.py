@@ -303,6 +303,22 @@ def test_a_number_in_what_several_layers_have_is_one_input(make: Any, made: list
     assert made.count("training_step") <= 5
 
 
+class TwoSchedules(OneSchedule):
+    """In the fourth step the module itself gets another schedule than its layers have."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[0].schedule.value *= 0.9  # type: ignore[union-attr, operator]
+        if batch_idx == 3:
+            self.schedule = SimpleNamespace(value=3.0)
+
+
+def test_numbers_that_were_one_and_are_two_count_as_two() -> None:
+    """The trace would go on with the layers' number for both."""
+    here, there = (TwoSchedules(SimpleNamespace(value=1.0)) for _ in range(2))
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2)
+    torch.testing.assert_close(fit(there, strategy=strategy), fit(here), rtol=1e-5, atol=1e-6)
+
+
 def test_a_number_among_the_arguments_is_an_input(made: list[str]) -> None:
     """The step computes it, as a reversal strength: it was part of what calls are told apart by."""
     check("arguments", "step", "model", "gpipe", 2)
