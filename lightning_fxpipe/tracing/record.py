@@ -78,6 +78,8 @@ _FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.empty, torc
 class Recorder(GraphWriter, TorchFunctionMode):
     """The mode that writes the graph; ``region_path`` is that of the module whose forward is recorded."""
 
+    begins_with_first_call = False  # True where every rank runs what comes before
+
     def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path, settings.device_type)
@@ -96,7 +98,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._inner_calls, self._packed_sequences = InnerCalls(), PackedSequences()
         self.kept_state = KeptState(self, made := MadeTensors(), self.known_calls.note_write)
         self.state_reads = StateReads(settings, self.lessons, self, made, self.kept_state)
-        self.shared_state = SharedState(settings, self.lessons, self.state_reads.follows)
+        self.shared_state = SharedState(settings, self.lessons, self.state_reads.follows, self.begins_with_first_call)
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
         self._module_call = nn.Module.__call__
@@ -108,7 +110,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def begin(self) -> None:
         """Called before user code runs: that of the region, here."""
         self._settings.begin_region()
-        self.shared_state.begin()
 
     # ------------------------------------------------------------------ torch calls
 

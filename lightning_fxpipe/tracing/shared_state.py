@@ -67,6 +67,7 @@ class SharedState:
         settings: What the recorder knows.
         lessons: Gets what else is to be known.
         follows: True for a tensor that follows from inputs or weights.
+        begins_with_first_call: Whether every rank runs the recorded code up to its first call of a module.
 
     Attributes:
         is_trying: Whether this is a round of a trial, in which each module has to run.
@@ -77,12 +78,13 @@ class SharedState:
         settings: RecorderSettings,
         lessons: list[Lesson],
         follows: Callable[[Tensor], bool],
+        begins_with_first_call: bool,
     ) -> None:
         self._learned, self._modules, self._lessons = settings.learned, settings.modules, lessons
         self._roots = roots_of(settings.modules.get("", nn.Module()))[0]
         self._readers = Readers(self._roots)
         self._paths = {id(module): path for path, module in settings.modules.items()}
-        self._changes = _Changes(settings, follows)
+        self._changes = _Changes(settings, follows, begins_with_first_call)
         self._exchanges: dict[tuple[Path, str], Exchange] = {}
         self._has_own_code: dict[str, bool] = {}
         self._ran: dict[str, nn.Module] = {}  # whole modules with code that is not torch's own
@@ -95,10 +97,6 @@ class SharedState:
         self._views = None if is_together or self._trial is None else Views(self._roots, self._trial)
         for each in self._trial.left_by_all if self._trial is not None and is_together else ():
             put_back(self._roots, each)
-
-    def begin(self) -> None:
-        """The region begins here, not with the first call of a module: what has changed so far has done so on every rank."""
-        self._changes.note(AROUND)
 
     @contextmanager
     def of(self, path: str, module: nn.Module) -> Iterator[None]:
@@ -292,7 +290,7 @@ class SharedState:
 class _Changes:
     """Differences of user state from the region's beginning, and whose they are."""
 
-    def __init__(self, settings: RecorderSettings, follows: Callable[[Tensor], bool]) -> None:
+    def __init__(self, settings: RecorderSettings, follows: Callable[[Tensor], bool], begins_with_first_call: bool) -> None:
         self._before, self._follows = settings.before, follows
         found = {} if settings.before is None else dict(settings.before.reached_from("self", "trainer.callbacks"))
         modules = {index: record.owner for index, record in found.items() if isinstance(record.owner, nn.Module)}
@@ -306,7 +304,7 @@ class _Changes:
         self._lost: dict[Path, Difference] = {}
         self._had_tensors: set[Path] = set()  # such as a list that is empty again: `tracing.state_reads` has the tensors
         self.tensors: dict[Path, tuple[Difference, str]] = {}  # places that have got tensors, and the first writers
-        self._has_begun = False
+        self._has_begun = not begins_with_first_call
         self._at_begin: dict[Path, Difference] = {}
 
     def note(self, writer: str, *, with_large: bool = False) -> Mapping[Path, Difference]:

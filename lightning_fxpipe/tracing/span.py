@@ -96,6 +96,8 @@ class SpanRecorder(Recorder):
         aside: Calls within the span that are no part of the region.
     """
 
+    begins_with_first_call = True
+
     def __init__(self, settings: RecorderSettings, span: Span, function: Any) -> None:
         super().__init__(settings)
         self.calls: list[RecordedCall] = []

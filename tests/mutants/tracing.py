@@ -800,18 +800,4 @@ MUTANTS = [
         ("strategy/test_odd_steps.py::test_weights_that_are_cached_around_the_call_are_refused",),
         "microbatches share weights that one of them has computed",
     ),
-    Mutant(
-        "tracing/held_numbers.py",
-        "            if (symbol := alias_of(value)) is not None:\n",
-        "            if (symbol := None) is not None:\n",
-        ("strategy/test_set_before_call.py::test_numbers_that_were_one_and_are_two_count_as_two",),
-        "a number that was found by two names is read by the first of them for ever",
-    ),
-    Mutant(
-        "tracing/record.py",
-        "        self.shared_state.begin()\n",
-        "",
-        ("strategy/test_odd_steps.py::test_what_a_forward_sets_before_its_first_layer_is_refused",),
-        "what code sets before the first call of a module is taken for what every rank has",
-    ),
 ]
