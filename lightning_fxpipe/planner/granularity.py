@@ -129,10 +129,7 @@ def _parameters_of(modules: Sequence[nn.Module]) -> Weights:
     for position, module in enumerate(modules):
         for parameter in module.parameters():
             users.setdefault(parameter, []).append(position)
-    own = [0] * len(modules)
-    for parameter, positions in users.items():
-        own[positions[0]] += parameter.numel() if len(positions) == 1 else 0
-    return Weights(tuple(own), tuple((p.numel(), tuple(positions)) for p, positions in users.items() if len(positions) > 1))
+    return Weights.of_users(len(modules), ((parameter.numel(), positions) for parameter, positions in users.items()))
 
 
 def _openable(chain: Chain, opened: Collection[str]) -> dict[int, str]:

@@ -39,6 +39,17 @@ class Weights:
     own: tuple[int, ...]
     shared: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
+    @classmethod
+    def of_users(cls, num_units: int, users: Iterable[tuple[int, Sequence[int]]]) -> Weights:
+        """Returns the weights of units, from each tensor's weight and the positions of its users, increasing."""
+        own, shared = [0] * num_units, []
+        for weight, positions in users:
+            if len(positions) == 1:
+                own[positions[0]] += weight
+            else:
+                shared.append((weight, tuple(positions)))
+        return cls(tuple(own), tuple(shared))
+
     @property
     def total(self) -> int:
         """Weight of a stage of all units."""

@@ -171,19 +171,16 @@ class UnitCosts:
 
     def _weights(self, weigh: Callable[[nn.Parameter], int]) -> Weights:
         parameters = dict(self.chain.traced.root.named_parameters())
-        own = [0] * len(self.chain.units)
-        last = len(own) - 1
-        shared = []
+        num_units = len(self.chain.units)
+        last = num_units - 1
+        found = []
         for fqn, users in sorted(self._users.items()):
             if fqn in self.chain.output_fqns and users[-1] != last:
                 users = [*users, last]  # the last stage returns it
-            if len(users) == 1:
-                own[users[0]] += weigh(parameters[fqn])
-            else:
-                shared.append((weigh(parameters[fqn]), tuple(users)))
-        if own:
-            own[-1] += sum(weigh(parameters[fqn]) for fqn in self._fqns_after)
-        return Weights(tuple(own), tuple(shared))
+            found.append((weigh(parameters[fqn]), users))
+        if num_units:
+            found += [(weigh(parameters[fqn]), [last]) for fqn in self._fqns_after]
+        return Weights.of_users(num_units, found)
 
     @property
     def _fqns_after(self) -> list[str]:

@@ -34,7 +34,7 @@ from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import StepCall
 from lightning_fxpipe.tracing.step_record import RecordedCall, Span, StepRecord, TensorKey
-from lightning_fxpipe.tracing.torch_calls import LOOKS, check_modes, is_query
+from lightning_fxpipe.tracing.torch_calls import LOOKS, check_parametrizations, is_query
 from lightning_fxpipe.user_code.calls import call_name
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.snapshot import passing_over
@@ -141,7 +141,7 @@ class SpanRecorder(Recorder):
         if self._is_nested or path is None:
             return record(args, kwargs)
         self.aside.check_module(path, module)
-        check_modes()
+        check_parametrizations()
         self.between.note_call_begin(module)
         return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
 

@@ -101,7 +101,7 @@ class CallContext(NamedTuple):
             yield
 
 
-def check_modes() -> None:
+def check_parametrizations() -> None:
     """Raises :class:`NoRegion` in a block of ``parametrize.cached()``, which would reach over microbatches and calls."""
     if parametrizations_are_cached():
         raise NoRegion(

@@ -42,7 +42,7 @@ from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWho
 from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import StepRecord
 from lightning_fxpipe.tracing.structure_guards import StructureKey
-from lightning_fxpipe.tracing.torch_calls import check_modes
+from lightning_fxpipe.tracing.torch_calls import check_parametrizations
 from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
@@ -293,7 +293,7 @@ def _trace_region(
     answers_looks: bool,
     call: Recordable,
 ) -> TracedRegion:
-    check_modes()
+    check_parametrizations()
     signature, _ = sign(root, call)
     if earlier is not None and earlier.signature != signature:
         earlier = None

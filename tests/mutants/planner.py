@@ -114,9 +114,9 @@ MUTANTS = [
         "what the user says of an inner module is forgotten for what he says of the outer one",
     ),
     Mutant(
-        "planner/unit_costs.py",
-        "                own[users[0]] += weigh(parameters[fqn])\n            else:\n",
-        "                own[users[0]] += weigh(parameters[fqn])\n            elif fqn is None:\n",
+        "planner/partition.py",
+        "                own[positions[0]] += weight\n            else:\n",
+        "                own[positions[0]] += weight\n            elif weight < 0:\n",
         ("planner/test_unit_costs.py::test_every_stretch_weighs_what_a_stage_of_it_would_hold",),
         "weights that several units use weigh nothing",
     ),

@@ -1,4 +1,4 @@
-"""What a step sets on modules between two calls of the model counts in the second call only.
+"""Attributes that a step sets on modules between two calls of the model count in the second call only.
 
 A stage makes all calls of a region at once, with the attributes as they are then: of adapters that are switched off for a
 reference call, both calls had the same. Such steps run on every rank, each call as a pipeline of its own.
