@@ -475,13 +475,8 @@ def _of_session(session: int) -> dict[int, str]:
 
 def serve() -> None:
     """Answers each case on standard input with its outcome."""
-    import torch
+    import tests.ranks.imported  # noqa: F401
 
-    import lightning_fxpipe
-    import tests.ranks.pool  # noqa: F401  # what ranks need
-
-    assert lightning_fxpipe is not None
-    torch.set_num_threads(1)
     for line in sys.stdin:
         print(json.dumps(dataclasses.asdict(_run_case(Case(**json.loads(line))))), flush=True)
 

@@ -276,12 +276,10 @@ def _outcome(case: Case, reference: dict[str, Any]) -> Outcome:
 
 
 def _serve() -> None:
-    import lightning  # noqa: F401
     import torch
 
-    import lightning_fxpipe  # noqa: F401
+    import tests.ranks.imported  # noqa: F401
 
-    torch.set_num_threads(1)
     some = Case(**json.loads(sys.stdin.readline()))
     with tempfile.TemporaryDirectory() as folder:
         _run(some, Path(folder), 0, killed=False)

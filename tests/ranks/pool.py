@@ -1,7 +1,8 @@
 """Ranks for tests: processes that start once, run many jobs, and are killed hard when one of them hangs.
 
-Importing torch and Lightning takes seconds, so the processes of a pool live for the whole test session. A job is a function
-named by its module and name; every rank calls it with the same arguments and its results come back in rank order.
+The processes of a pool live for the whole test session, or until a job has failed; they are forked from one that has imported
+what they need. A job is a function named by its module and name; every rank calls it with the same arguments and its results
+come back in rank order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.ranks.imported"])
         port = free_port()
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -122,10 +124,7 @@ class RankPool:
 
 
 def _ready() -> None:
-    """The first job: once it is done, the rank has imported what jobs need, and looks for garbage among other things only."""
-    importlib.import_module("lightning_fxpipe")
-    gc.collect()
-    gc.freeze()
+    """The first job: once it is done, the rank is there."""
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) -> None:

@@ -1,0 +1,14 @@
+"""What ranks need, imported once in the process that they are forked from: it takes seconds, most of them Lightning's."""
+
+import gc
+
+import lightning.pytorch  # noqa: F401
+import torch
+
+import lightning_fxpipe._compat.torch  # noqa: F401
+import lightning_fxpipe.strategy  # noqa: F401
+import tests.ranks.pool  # noqa: F401
+
+torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # the ranks look for garbage among other things only
