@@ -134,6 +134,10 @@ def fake_run(
             sizes.update(numbers.recorded)
             return number
 
+        def begin_region() -> bool:
+            sizes.update(exchange_numbers())
+            return bool(numbers.places)
+
         settings = RecorderSettings(
             modules=dict(root.named_modules()),
             tensor_fqns=fqns,
@@ -145,7 +149,7 @@ def fake_run(
             inputs=inputs,
             sizes=sizes,
             before=before,
-            begin_region=lambda: sizes.update(exchange_numbers()),
+            begin_region=begin_region,
             number_argument=number_argument,
         )
         recorder = call.make_recorder(settings)

@@ -93,7 +93,8 @@ def tensors_left(own: Snapshot, read: Collection[str], is_made: Callable[[Tensor
     """
     found = {}
     for place in own.differences():
-        kind, name = place.path[1] if len(place.path) == 2 else ("", None)
+        (root, *steps) = place.path
+        kind, name = steps[0] if root == "self" and len(steps) == 1 else ("", None)  # not of a module inside
         if kind == "attribute" and isinstance(name, str) and name not in read:
             with suppress(NotFillable):
                 tensors = Template.of(place.value).tensors

@@ -109,7 +109,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def begin(self) -> None:
         """Called before user code runs: that of the region, here."""
-        self._settings.begin_region()
+        if self._settings.begin_region():
+            self.shared_state.note_inputs()
 
     # ------------------------------------------------------------------ torch calls
 
@@ -308,7 +309,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         ):
             watched = partial(self.kept_state.watched, original_call)
             result, sides = self._result_without_data(watched, path, module, args, kwargs, asked)
-        self._whole_path = None
+        self._whole_path, sides = None, self.kept_state.without_caches(call, sides)
         mutated |= changed_in_place | running_statistics(module) | self.kept_state.changed_operands(call)
         after = self._template_of(objects) if objects else before
         changed = after.structure != before.structure or [*map(id, after.tensors)] != [*map(id, before.tensors)]

@@ -28,7 +28,7 @@ class RecorderSettings:
         inputs: The real inputs, by the graph's placeholders.
         sizes: Values of the symbols.
         before: What the modules' code can change, as it was before.
-        begin_region: Called where the recorded code begins, when the code before it has run.
+        begin_region: Called where the recorded code begins, when the code before it has run; True if some numbers are inputs.
         number_argument: Returns what a call of the step gets in place of one of its arguments: a symbol, or the argument.
     """
 
@@ -42,7 +42,7 @@ class RecorderSettings:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     sizes: Mapping[Any, int] = field(default_factory=dict)
     before: Snapshot | None = None
-    begin_region: Callable[[], None] = lambda: None
+    begin_region: Callable[[], bool] = lambda: False
     number_argument: Callable[[CallArgument, Any], Any] = lambda place, value: value
 
 

@@ -98,6 +98,10 @@ class SharedState:
         for each in self._trial.left_by_all if self._trial is not None and is_together else ():
             put_back(self._roots, each)
 
+    def note_inputs(self) -> None:
+        """The recorded code begins, and symbols stand in the place of numbers that are inputs: these are no exchanges."""
+        self._changes.note_inputs()
+
     @contextmanager
     def of(self, path: str, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module, at this path."""
@@ -314,17 +318,8 @@ class _Changes:
             writer: Path of a module, or :data:`AROUND`.
             with_large: Whether to compare large objects, too.
         """
-        now = dict(self._lost)
-        if self._before is not None:
-            changed = [index for index, (new, old) in self._attributes.items() if not same_mapping(new, old)]
-            shared = [*self._before.differences([*self._others, *(self._large if with_large else ())])]
-            found = [*shared, *self._before.differences(changed)]
-            with_tensors = {place_of(each): each for each in found if not is_plain_value(each.value)}
-            constants = {place_of(each): each for each in shared if self._is_made_of_constants(each.value)}
-            self._had_tensors |= with_tensors.keys() - constants.keys()
-            self.tensors |= {place: (each, writer) for place, each in with_tensors.items() if place not in self.tensors}
-            now |= constants | {place_of(each): each for each in found if _is_plain(each)}
-            now = {place: each for place, each in now.items() if place not in self._had_tensors}
+        now = self._lost | self._differences(writer, with_large)
+        now = {place: each for place, each in now.items() if place not in self._had_tensors}
         if not self._has_begun:  # every rank has run the code up to here
             self._has_begun, self._at_begin = True, now
         now = {place: each for place, each in now.items() if not _is_same(each, self._at_begin.get(place))}
@@ -334,6 +329,23 @@ class _Changes:
         self._last = now
         self._all |= {place: each for place, each in now.items() if is_plain_value(each.value)}
         return now
+
+    def note_inputs(self) -> None:
+        """Symbols stand in the place of numbers that are inputs, as every rank reads them."""
+        found = self._differences(AROUND, with_large=True)
+        self._at_begin = {place: each for place, each in found.items() if isinstance(each.value, SYMBOLIC_TYPES)}
+
+    def _differences(self, writer: str, with_large: bool) -> dict[Path, Difference]:
+        if self._before is None:
+            return {}
+        changed = [index for index, (new, old) in self._attributes.items() if not same_mapping(new, old)]
+        shared = [*self._before.differences([*self._others, *(self._large if with_large else ())])]
+        found = [*shared, *self._before.differences(changed)]
+        with_tensors = {place_of(each): each for each in found if not is_plain_value(each.value)}
+        constants = {place_of(each): each for each in shared if self._is_made_of_constants(each.value)}
+        self._had_tensors |= with_tensors.keys() - constants.keys()
+        self.tensors |= {place: (each, writer) for place, each in with_tensors.items() if place not in self.tensors}
+        return constants | {place_of(each): each for each in found if _is_plain(each)}
 
     def _is_made_of_constants(self, value: Any) -> bool:
         """True where none of the tensors in a value, and there are some, follows from inputs or weights."""

@@ -800,4 +800,25 @@ MUTANTS = [
         ("strategy/test_odd_steps.py::test_weights_that_are_cached_around_the_call_are_refused",),
         "microbatches share weights that one of them has computed",
     ),
+    Mutant(
+        "tracing/record.py",
+        "        if self._settings.begin_region():\n            self.shared_state.note_inputs()\n",
+        "        self._settings.begin_region()\n",
+        ("strategy/test_set_before_call.py::test_a_number_in_what_several_layers_have_is_one_input[2-object]",),
+        "a symbol in place of a number is taken for what modules leave for each other: the step is traced for each value",
+    ),
+    Mutant(
+        "tracing/kept_state.py",
+        "return {place: t for place, t in left.items() if self._follows(t) or not call.has_looked_at(*place)}",
+        "return dict(left)",
+        ("strategy/test_caches.py::test_a_table_that_a_block_fills_once_is_that_of_one_device[Tabled-Turned-once]",),
+        "a table that a block makes in its first call is a result of the trace: later it is not made, and the run is refused",
+    ),
+    Mutant(
+        "tracing/first_call.py",
+        'if root == "self" and len(steps) == 1 else',
+        "if len(steps) == 1 else",
+        ("tracing/test_first_call.py::test_what_a_block_sets_on_itself_is_no_attribute_of_the_module_around_it",),
+        "what a block sets on itself is taken for an attribute of the module around it",
+    ),
 ]

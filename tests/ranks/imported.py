@@ -5,7 +5,7 @@ import gc
 import lightning.pytorch  # noqa: F401
 import torch
 
-import lightning_fxpipe._compat.torch  # noqa: F401
+import lightning_fxpipe._compat.torch
 import lightning_fxpipe.strategy  # noqa: F401
 import tests.ranks.pool  # noqa: F401
 

@@ -197,7 +197,7 @@ NUMBERS = (
 )
 
 
-def fit(module: Annealed, **options: Any) -> dict[str, Any]:
+def fit(module: Any, **options: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     data = DataLoader(TensorDataset(torch.randn(22, 6, generator=generator), torch.randn(22, 6, generator=generator)), 4)
     Block.scale = 1.0
@@ -251,6 +251,70 @@ def test_a_number_is_recorded_twice_and_then_an_input(holder: str, moment: str, 
     check(holder, moment, "model", "gpipe", 2)
     # The one of the plan, those of two values, and of the last batch's size; `max` and `<` have a graph for each side.
     assert made.count("training_step") <= 5
+
+
+class OneSchedule(L.LightningModule):
+    """All its layers, into which cuts fall, have the object that says how much they count."""
+
+    def __init__(self, schedule: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.schedule, self.seen = schedule, []
+        self.layers = nn.Sequential(*(Scheduled(schedule) for _ in range(3)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.layers(batch[0]) * _value(self.schedule) - batch[1]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["loss"]))
+        if isinstance(self.schedule, dict):
+            self.schedule["value"] *= 0.9
+        else:
+            self.schedule.value *= 0.9
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+class Scheduled(nn.Module):
+    def __init__(self, schedule: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.schedule = nn.Linear(6, 6), nn.Linear(6, 6), schedule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))) * _value(self.schedule)  # type: ignore[no-any-return]
+
+
+def _value(schedule: Any) -> float:
+    return schedule["value"] if isinstance(schedule, dict) else schedule.value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [lambda: SimpleNamespace(value=1.0), lambda: {"value": 1.0}], ids=["object", "dict"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_number_in_what_several_layers_have_is_one_input(stages: int, make: Any, made: list[str]) -> None:
+    """The first layer's became an input, which the others, and the trial of exchanges, found in place of a number."""
+    here, there = OneSchedule(make()), OneSchedule(make())
+    strategy = FxPipeStrategy(num_stages=stages, num_microbatches=2)
+    torch.testing.assert_close(fit(there, strategy=strategy), fit(here), rtol=1e-5, atol=1e-6)
+    assert made.count("training_step") <= 5
+
+
+class TwoSchedules(OneSchedule):
+    """In the fourth step the module itself gets another schedule than its layers have."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[0].schedule.value *= 0.9  # type: ignore[union-attr, operator]
+        if batch_idx == 3:
+            self.schedule = SimpleNamespace(value=3.0)
+
+
+def test_numbers_that_were_one_and_are_two_count_as_two() -> None:
+    """The trace would go on with the layers' number for both."""
+    here, there = (TwoSchedules(SimpleNamespace(value=1.0)) for _ in range(2))
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2)
+    torch.testing.assert_close(fit(there, strategy=strategy), fit(here), rtol=1e-5, atol=1e-6)
 
 
 def test_a_number_among_the_arguments_is_an_input(made: list[str]) -> None:

@@ -370,3 +370,21 @@ def test_tensors_that_the_called_module_leaves_are_results() -> None:
 def test_those_that_its_next_call_reads_are_none() -> None:
     with pytest.raises(TraceError, match=r"its forward changes self\.kept"):
         trace_region(Leaves(reads=True), call_of(batch()))
+
+
+class KeepsItsMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = nn.Linear(4, 4), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        self.mean = result.detach().mean(0)
+        return result
+
+
+def test_what_a_block_sets_on_itself_is_no_attribute_of_the_module_around_it() -> None:
+    """Of what a forward leaves, only the attributes of its own module are results of its call."""
+    model = Around(KeepsItsMean())
+    assert trace_region(model, call_of(torch.randn(4, 4))).left == ()
+    assert trace_region(model.inner, call_of(torch.randn(4, 4))).left == ("mean",)
