@@ -196,7 +196,7 @@ class StepTail:
         """
         gradients = ResultGradients(joined, self.setup.joined_specs)
         try:
-            with torch.set_grad_enabled(gradients.are_looked_at):
+            with torch.enable_grad():
                 joined = gradients.given(joined)
                 whole, *parts = (undoes_together and self._runs_that_change_nothing(joined)) or self._runs(joined, None)
         except NeedsWholeBatch as error:

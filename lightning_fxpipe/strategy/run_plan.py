@@ -48,6 +48,7 @@ from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, 
 from lightning_fxpipe.tracing.discovery import first_regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any, trains
 from lightning_fxpipe.user_code.frames import raising_source
+from lightning_fxpipe.user_code.inference_mode import without_inference_modes
 from lightning_fxpipe.user_code.made_up import MadeUp, MadeUpOptimizer
 from lightning_fxpipe.user_code.step import StepKind
 from lightning_fxpipe.user_code.step_code import assigned_anywhere
@@ -299,7 +300,7 @@ class _Trial:
 
     def _plan(self, kind: StepKind, batch: Any, *, for_training: bool = True, is_first: bool = True) -> Planned:
         trains_here = kind is StepKind.TRAIN or self._is_validation_of_fit(kind)
-        with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
+        with self.context(kind), torch.set_grad_enabled(trains_here and for_training), without_inference_modes():
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
             planned = self._chosen(kind, batch, of_region)

@@ -55,6 +55,7 @@ from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.exchange import named_tensors
 from lightning_fxpipe.user_code.files import writing
+from lightning_fxpipe.user_code.inference_mode import without_inference_modes
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, StepKind
 from lightning_fxpipe.user_code.undo import Remembered
@@ -282,7 +283,8 @@ class Session:
     @contextmanager
     def around_step(self, kind: StepKind) -> Iterator[None]:
         """In the block a step runs: to its end on the last stage, whose rank writes its files. Called by every rank."""
-        with self.hooks.together(kind.value), writing(is_real=self._topology.is_last):
+        modes = without_inference_modes() if kind is StepKind.TRAIN else nullcontext()
+        with self.hooks.together(kind.value), writing(is_real=self._topology.is_last), modes:
             yield
 
     def around_backward(self) -> AbstractContextManager[Any]:

@@ -31,6 +31,7 @@ from lightning_fxpipe.tracing.recording import recording
 from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.tensor_classes import check_tensor_classes
 from lightning_fxpipe.user_code.exchange import exchanged_tensors
+from lightning_fxpipe.user_code.inference_mode import without_inference_modes
 from lightning_fxpipe.user_code.iterators import StepIterators
 from lightning_fxpipe.user_code.memos import no_fakes_remembered
 from lightning_fxpipe.user_code.objects import lasting_objects
@@ -158,6 +159,7 @@ def fake_run(
             recorder.add_input(name, fake)
         with (
             silencing(),
+            without_inference_modes(),
             tracing_friendly_torch(),
             world.active(),
             noted_guards(

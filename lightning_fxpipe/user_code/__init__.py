@@ -9,6 +9,7 @@ A dry run, from the outside in
     - ``contents``, ``code_contents``, ``iterators``: each kind of contents: how it is taken, compared and put back.
     - ``writes``: values of tensors that are changed in place.
     - ``memos``: functions with a cache.
+    - ``inference_mode``: steps turn gradients off instead.
     - ``for_microbatch``: runs for single microbatches, and what may not be done in them.
     - ``members``: a module's submodules, parameters and buffers, listed once.
 

@@ -821,4 +821,25 @@ MUTANTS = [
         ("tracing/test_first_call.py::test_what_a_block_sets_on_itself_is_no_attribute_of_the_module_around_it",),
         "what a block sets on itself is taken for an attribute of the module around it",
     ),
+    Mutant(
+        "strategy/session.py",
+        "without_inference_modes() if kind is StepKind.TRAIN else nullcontext()",
+        "nullcontext()",
+        ("strategy/test_odd_steps.py::test_calls_without_gradients_are_those_of_one_device[Infers-gpipe]",),
+        "stages run in the inference mode of the call that begins the pipeline",
+    ),
+    Mutant(
+        "tracing/fake_run.py",
+        "            without_inference_modes(),\n",
+        "",
+        ("tracing/test_trace.py::test_what_is_changed_in_an_inference_mode_is_recorded",),
+        "what is made in an inference mode has no version while it is recorded",
+    ),
+    Mutant(
+        "runtime/step_tail.py",
+        "with torch.enable_grad():",
+        "with torch.set_grad_enabled(gradients.are_looked_at):",
+        ("strategy/test_odd_steps.py::test_calls_without_gradients_are_those_of_one_device[Compares-1f1b]",),
+        "a step that makes a call without gradients is refused with 1F1B, for a path that it does not take",
+    ),
 ]

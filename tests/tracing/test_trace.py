@@ -159,6 +159,19 @@ def test_only_the_called_module_is_opened_unless_more_is_asked_for() -> None:
     assert one_block.opened == ("layer1", "layer1.1")
 
 
+class InfersItsScale(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = torch.arange(x.shape[1]) / 2
+            scale.mul_(2)
+        return super().forward(x) * scale.clone()
+
+
+def test_what_is_changed_in_an_inference_mode_is_recorded() -> None:
+    """Tensors that are made in such a mode have no version that would tell of the change."""
+    assert "mul_" in names(trace(InfersItsScale(), batch(), opened=()))
+
+
 def test_block_inside_a_module_that_stays_whole_is_not_opened() -> None:
     traced = trace(make_model("resnet"), make_samples("resnet", 2)[0], opened=("layer1.1",))
     assert "layer1" in names(traced)
