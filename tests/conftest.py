@@ -43,13 +43,17 @@ _WITH_OWN_RANKS = (
 # Tests with a case for each of many models, steps, orders or options, of which any few show the mechanism: the suite runs every
 # n-th case, from the first on; the same every day, so that a failure is of the change. `.ci/all_tests.py` runs all.
 _EVERY_NTH = {
+    "tests/ranks/test_absent_gradients.py::test_gradients_that_one_device_lacks_are_none": 2,
     "tests/ranks/test_decoding.py::test_generated_tokens_are_those_of_one_device": 2,
     "tests/ranks/test_device_mesh.py::test_the_mesh_has_replicas_and_places": 2,
     "tests/ranks/test_example_input.py::test_calls_on_the_example_see_the_whole_model": 3,
     "tests/ranks/test_fitted_orders.py::test_every_rank_runs_the_order_for_the_plans_costs": 2,
+    "tests/ranks/test_hook_gradients.py::test_gradients_of_a_hook_are_those_of_one_device": 2,
+    "tests/ranks/test_late_calls.py::test_a_run_that_is_resumed_where_the_call_begins_is_that_of_one_device": 2,
     "tests/ranks/test_logged_loss.py::test_only_a_step_that_logs_its_loss_is_left_out": 4,
     "tests/ranks/test_logged_loss.py::test_what_the_model_changes_late_is_refused": 2,
     "tests/ranks/test_own_table.py::test_a_table_runs_word_for_word_and_equals_one_device": 3,
+    "tests/ranks/test_shared_tensors.py::test_shared_state_is_that_of_one_device": 2,
     "tests/ranks/test_structure.py::test_a_change_in_the_model_has_its_effect": 3,
     "tests/planner/test_cut_rule.py::test_no_stage_is_much_heavier_than_it_has_to_be": 3,
     "tests/lightning/test_scenarios.py::test_a_scenario_is_that_of_plain_lightning": 2,
