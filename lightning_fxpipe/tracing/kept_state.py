@@ -68,10 +68,6 @@ class Call:
         """Dotted name of an attribute, from the called module."""
         return f"{self.paths[key[0]]}.{key[1]}".lstrip(".")
 
-    def has_looked_at(self, path: str, name: str) -> bool:
-        """True if the call has read an attribute before it set it; ``path`` is that of its module from the called one."""
-        return any((self.paths[owner], read) == (path, name) for owner, read in self.reads)
-
 
 class KeptState:
     """The calls of whole modules in one recording.
@@ -175,16 +171,6 @@ class KeptState:
     def _travels(self, tensor: Tensor) -> bool:
         """True for a tensor that the graph has, and that a whole module has not made of constants alone."""
         return self._writer.has_from_code(tensor) or (self._writer.has(tensor) and self._made.maker(tensor) is not None)
-
-    def without_caches(self, call: Call, left: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-        """Returns the tensors that a call leaves on modules, by path and name, but for tables and masks that it fills once.
-
-        Such a tensor is made of constants, and the call has looked whether it is there. Each stage makes its own.
-        """
-        return {place: t for place, t in left.items() if self._follows(t) or not call.has_looked_at(*place)}
-
-    def _follows(self, tensor: Tensor) -> bool:
-        return self._writer.has_from_code(tensor) or self._made.maker(tensor) is not None
 
     def changed_operands(self, call: Call) -> set[int]:
         """Storages of those of a call's operands that it changes in place."""

@@ -309,7 +309,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         ):
             watched = partial(self.kept_state.watched, original_call)
             result, sides = self._result_without_data(watched, path, module, args, kwargs, asked)
-        self._whole_path, sides = None, self.kept_state.without_caches(call, sides)
+        self._whole_path = None
         mutated |= changed_in_place | running_statistics(module) | self.kept_state.changed_operands(call)
         after = self._template_of(objects) if objects else before
         changed = after.structure != before.structure or [*map(id, after.tensors)] != [*map(id, before.tensors)]

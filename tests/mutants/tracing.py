@@ -808,11 +808,11 @@ MUTANTS = [
         "a symbol in place of a number is taken for what modules leave for each other: the step is traced for each value",
     ),
     Mutant(
-        "tracing/kept_state.py",
-        "return {place: t for place, t in left.items() if self._follows(t) or not call.has_looked_at(*place)}",
-        "return dict(left)",
+        "tracing/confirmation.py",
+        "return [node for node in graph.nodes if not _is_all_that_is_used(node)]",
+        "return [*graph.nodes]",
         ("strategy/test_caches.py::test_a_table_that_a_block_fills_once_is_that_of_one_device[Tabled-Turned-once]",),
-        "a table that a block makes in its first call is a result of the trace: later it is not made, and the run is refused",
+        "a table that a block makes in its first call counts in later recordings, where it is not made: the run is refused",
     ),
     Mutant(
         "tracing/first_call.py",

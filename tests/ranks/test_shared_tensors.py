@@ -258,6 +258,20 @@ class InThread(Block):
         return x + torch.tanh(self.linear(x) * _local.scale)
 
 
+class CountsInATensor(Block):
+    """The first counts its calls in a tensor, which follows from no input, and which the others read there."""
+
+    def __init__(self, shared: Any, index: int) -> None:
+        super().__init__(shared, index)
+        self.steps = torch.zeros(())
+        if index == 0:
+            shared.append(self)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        return x + torch.tanh(self.linear(x) * (1 + 0.1 * self.shared[0].steps))
+
+
 def _sharing(block: type[Block], make: Callable[[], Any]) -> type[Blocks]:
     return type(f"Of{block.__name__}", (Blocks,), {"block": block, "make": lambda self: make()})
 
@@ -268,6 +282,7 @@ def _with(kind: type[Blocks]) -> type[Shares]:
 
 _KINDS: tuple[type[Shares], ...] = (
     *map(_with, (BankOfTheFirst, OfTheLast, ScaleInADict, SkipsInLists, AnnealsForBlocks, SharedBuffer)),
+    _with(_sharing(CountsInATensor, list)),
     *(Sets, Fills, Appends, RunsWhole),
 )
 _IN_ONE_STAGE: tuple[type[Shares], ...] = (
