@@ -4,7 +4,7 @@
 # Expected: a package that is installed beside Lightning is imported where something of it is used.
 # Observed: Lightning imports torchmetrics, whose functional text metrics import AutoModel as they are imported themselves, and with it
 # transformers' code for generation and for distributed models. Where it is not installed, none of that happens.
-# It reaches users as seconds of a core in every process that a launcher starts, whatever it trains: here about 40 % of the import.
+# It reaches users as seconds of a core in every process that a launcher starts, whatever it trains: here 3.7 s instead of 2.1 s.
 set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
