@@ -38,7 +38,7 @@ class ResultGradients:
 
     @property
     def are_looked_at(self) -> bool:
-        """True if the step must run with gradients."""
+        """True if there are gradients to compare."""
         return bool(self._leaves)
 
     def given(self, joined: Sequence[Tensor]) -> list[Tensor]:

@@ -283,6 +283,7 @@ class Session:
     @contextmanager
     def around_step(self, kind: StepKind) -> Iterator[None]:
         """In the block a step runs: to its end on the last stage, whose rank writes its files. Called by every rank."""
+        # An evaluation may run in Lightning's own inference mode, which recordings have to leave.
         modes = without_inference_modes() if kind is StepKind.TRAIN else nullcontext()
         with self.hooks.together(kind.value), writing(is_real=self._topology.is_last), modes:
             yield

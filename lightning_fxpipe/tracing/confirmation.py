@@ -48,7 +48,7 @@ class Recording:
             args, kwargs = (map_arg(given, names.__getitem__) for given in (node.args, node.kwargs))
             return node.op, _name(node), f"{args} {kwargs}"
 
-        return cls(calls=tuple(map(words, compared(graph))), drew=drew, learned=learned)
+        return cls(calls=tuple(map(words, compared_calls(graph))), drew=drew, learned=learned)
 
     def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
         """Returns the knowledge for another recording, which has ``given`` other values, and may learn more."""
@@ -59,7 +59,7 @@ class Recording:
         return not self.is_confirmed or self.calls == other.calls
 
 
-def compared(graph: fx.Graph) -> list[fx.Node]:
+def compared_calls(graph: fx.Graph) -> list[fx.Node]:
     """Returns the calls of a graph by which recordings are told apart.
 
     A table that a block makes in its first call only is a further result of that call: it makes no difference while nothing in
@@ -76,7 +76,7 @@ def _is_all_that_is_used(node: fx.Node) -> bool:
     return is_only_user and bool(call.meta.get("sides")) and not call.meta.get("inner_results")
 
 
-class _Word(str):
+class _Word(str):  # stands for a node among arguments, which are written by their repr
     __repr__ = str.__str__
 
 

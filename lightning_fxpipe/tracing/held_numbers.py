@@ -138,6 +138,7 @@ class HeldNumbers:
         recorded: Their values when the graph was recorded.
         now: Their values in the running batch.
         computed: Symbols that reads of computed numbers return while the graph is recorded: a property's, ``global_step``.
+        aliases: Other ways to the same numbers, by their symbols: several layers may have one object with settings.
     """
 
     root: nn.Module
@@ -145,11 +146,13 @@ class HeldNumbers:
     recorded: dict[Any, int | float] = field(default_factory=dict)
     now: dict[Any, int | float] = field(default_factory=dict)
     computed: dict[GuardKey, Any] = field(default_factory=dict)
+    aliases: dict[Any, list[NumberPlace]] = field(default_factory=dict)
 
     def look(self) -> dict[Any, int | float] | None:
-        """Returns the values of this moment; None where one is no number of the same type any more."""
+        """Returns the values of this moment; None where one is no number of the same type any more, or an alias is none."""
         found = {symbol: place.look(self.root) for symbol, place in self._stored}
-        if all(self._fits(symbol, value) for symbol, value in found.items()):
+        are_one = all(place.look(self.root) is found[symbol] for symbol, places in self.aliases.items() for place in places)
+        if are_one and all(self._fits(symbol, value) for symbol, value in found.items()):
             return {**self.now, **{symbol: _plain(value) for symbol, value in found.items()}}
         return None
 
@@ -177,9 +180,17 @@ class HeldNumbers:
     def varying(self) -> Varying:
         """Steps to the numbers, by guard, which guards do not compare."""
         found: dict[GuardKey, set[Steps]] = {}
-        for _, place in self._stored:
-            found.setdefault(place.guard, set()).add(place.steps)
+        for symbol, stored in self._stored:
+            for place in (stored, *self.aliases.get(symbol, ())):
+                found.setdefault(place.guard, set()).add(place.steps)
         return found
+
+    def ways_to(self, symbols: Collection[Any]) -> list[NumberPlace | CallArgument]:
+        """Returns the places of some numbers, aliases among them."""
+        return [each for symbol, place in self.places.items() if symbol in symbols for each in self._ways(symbol, place)]
+
+    def _ways(self, symbol: Any, place: NumberPlace | CallArgument) -> list[NumberPlace | CallArgument]:
+        return [place, *self.aliases.get(symbol, ())]
 
     def calls_of(self, graph: fx.Graph) -> list[tuple[str, str, str]]:
         """Returns the calls of a graph, with the recorded values of the numbers."""
@@ -219,18 +230,25 @@ def as_symbols(
     """
     found = HeldNumbers(root)
     originals: dict[Any, Any] = {}
+    numbers: dict[Any, Any] = {}  # what code gets, by symbol
 
     def symbol_for(place: NumberPlace | CallArgument, value: Any) -> Any:
         symbol, number = symbol_of(_plain(value))
         found.places[symbol], found.recorded[symbol], originals[symbol] = place, _plain(value), value
-        found.now[symbol] = found.recorded[symbol]
+        found.now[symbol], numbers[symbol] = found.recorded[symbol], number
         return number
+
+    def alias_of(value: Any) -> Any:
+        return next((symbol for symbol, number in numbers.items() if number is value), None)
 
     def exchange() -> Mapping[Any, int | float]:
         for place in places:
             if isinstance(place, CallArgument):
                 continue
             value = place.look(root)
+            if (symbol := alias_of(value)) is not None:
+                found.aliases.setdefault(symbol, []).append(place)
+                continue
             has_owner = place.owner(root) is not None
             if is_number(value) and has_owner:
                 place.set(root, symbol_for(place, value))

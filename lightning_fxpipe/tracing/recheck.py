@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.tracing.confirmation import compared
+from lightning_fxpipe.tracing.confirmation import compared_calls
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 
@@ -51,7 +51,7 @@ def recheck(traced: TracedRegion, call: Recordable) -> None:
         return
     differing: list[tuple[fx.Node | None, str]] = [
         (node, f"{_words(now)} now, {_words(before)} in the trace")
-        for before, now, node in zip_longest(traced.recording.calls, again.recording.calls, compared(again.graph))
+        for before, now, node in zip_longest(traced.recording.calls, again.recording.calls, compared_calls(again.graph))
         if before != now
     ]
     constants = traced.held.constants

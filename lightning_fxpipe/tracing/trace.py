@@ -154,7 +154,7 @@ class TracedRegion:
         for condition in self._conditions_of_numbers:
             if not condition.free_symbols <= self.numbers.places.keys():
                 fixed |= condition.free_symbols
-        return [place for symbol, place in self.numbers.places.items() if symbol in fixed]
+        return self.numbers.ways_to(fixed)
 
     def is_like(self, other: TracedRegion) -> bool:
         """True if the graph has the calls of another, for the values of numbers that it was recorded with."""

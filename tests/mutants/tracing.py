@@ -801,6 +801,13 @@ MUTANTS = [
         "microbatches share weights that one of them has computed",
     ),
     Mutant(
+        "tracing/held_numbers.py",
+        "            if (symbol := alias_of(value)) is not None:\n",
+        "            if (symbol := None) is not None:\n",
+        ("strategy/test_set_before_call.py::test_numbers_that_were_one_and_are_two_count_as_two",),
+        "a number that was found by two names is read by the first of them for ever",
+    ),
+    Mutant(
         "tracing/record.py",
         "        if self._settings.begin_region():\n            self.shared_state.note_inputs()\n",
         "        self._settings.begin_region()\n",
@@ -841,5 +848,12 @@ MUTANTS = [
         "with torch.set_grad_enabled(gradients.are_looked_at):",
         ("strategy/test_odd_steps.py::test_calls_without_gradients_are_those_of_one_device[Compares-1f1b]",),
         "a step that makes a call without gradients is refused with 1F1B, for a path that it does not take",
+    ),
+    Mutant(
+        "tracing/record.py",
+        "begins_with_first_call = False",
+        "begins_with_first_call = True",
+        ("strategy/test_odd_steps.py::test_what_a_forward_sets_before_its_first_layer_is_refused",),
+        "what code sets before the first call of a module is taken for what every rank has",
     ),
 ]

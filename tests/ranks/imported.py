@@ -1,11 +1,10 @@
-"""What ranks need, imported once in the process that they are forked from: it takes seconds, most of them Lightning's."""
+"""Imports that ranks need, made once in the process that they are forked from: they take seconds, Lightning's most of them."""
 
 import gc
 
 import lightning.pytorch  # noqa: F401
 import torch
 
-import lightning_fxpipe._compat.torch
 import lightning_fxpipe.strategy  # noqa: F401
 import tests.ranks.pool  # noqa: F401
 

@@ -31,12 +31,8 @@ class Turned(nn.Module):
     def positions(self, length: int) -> Tensor:
         """The table's part for a sequence."""
         if self.table is None or len(self.table) < length:
-            self.keep(torch.cos(torch.arange(length)[:, None] * torch.arange(WIDTH)))
+            self.table = torch.cos(torch.arange(length)[:, None] * torch.arange(WIDTH))
         return self.table[:length]  # type: ignore[no-any-return]
-
-    def keep(self, table: Tensor) -> None:
-        """Keeps the table for calls to come."""
-        self.table = table
 
 
 class InABuffer(Turned):

@@ -384,7 +384,7 @@ class KeepsItsMean(nn.Module):
 
 
 def test_what_a_block_sets_on_itself_is_no_attribute_of_the_module_around_it() -> None:
-    """Of what a forward leaves, only the attributes of its own module are results of its call."""
+    """Results of a call are attributes that its forward leaves on its own module, not on those inside."""
     model = Around(KeepsItsMean())
     assert trace_region(model, call_of(torch.randn(4, 4))).left == ()
     assert trace_region(model.inner, call_of(torch.randn(4, 4))).left == ("mean",)
